@@ -26,7 +26,7 @@ lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Five benchmarks behind the README's promises. About an hour on two idle cores.
+# Five benchmarks behind the README's promises. More than an hour on two idle cores.
 bench: setup
 	@test -f tokens/python/dataset.json || $(BIN)/python prepare_data.py
 	for script in same_run.py "drill.py resume" "drill.py kills" "grad_sync.py cost" "grad_sync.py overlap"; do \

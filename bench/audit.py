@@ -170,7 +170,6 @@ class Examination:
 
 
 QUESTIONS = ("killed", "twice", "terminated", "saving", "flipped", "two", "three", "moved")  # others reuse the run of `killed`
-CONTINUED = ("killed", "terminated", "saving", "flipped", "moved")  # the questions about a run that continues
 
 
 def files(path: Path) -> list[Path]:
@@ -214,8 +213,7 @@ def audit(name: str, config: AuditConfig) -> int:
             exam.found["error"] = exam.reference.error or f"{len(exam.reference.updates)} updates"
         else:
             for question in config.only.split(",") if config.only else QUESTIONS:
-                can = trainer.resumes or question not in CONTINUED
-                exam.found[question] = getattr(exam, question)() if can else "no resume: it starts over"
+                exam.found[question] = getattr(exam, question)()
                 print(f"{name}: {question}: {exam.found[question]}", flush=True)
     path = Path(config.out, "audit.json")
     rows = json.loads(path.read_text())["trainers"] if path.exists() else {}

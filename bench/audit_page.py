@@ -1,4 +1,4 @@
-"""Write docs/audit.md from the rows of audit.json: python bench/audit_page.py --out=bench/results"""
+"""Write the table of docs/audit.md from the rows of audit.json: python bench/audit_page.py --out=bench/results"""
 
 import json
 import textwrap
@@ -19,44 +19,7 @@ HEAD = {
     "three": "on 3 ranks",
     "moved": "killed with SIGKILL on 1 rank, then resumed on 2",
 }
-READ = """
-## What we only read
-
-We read the following in each trainer's source, but did not run it. The README's table marks these points with ʳ. Numbers are
-line numbers.
-
-- nanoGPT, 3adf61e: a checkpoint is a pickle (`train.py` 277-286).
-- litgpt, 2685705: a checkpoint is one pickle (`litgpt/pretrain.py` 226-237 defines the state, and 499-508 saves it).
-  `README.md` says what litgpt is for.
-- torchtitan, b5bcd76: each rank reads its own part of the data (`components/data/dataset.py` 136-150 and
-  `components/data/loader.py` 148-166). `docs/checkpoint.md` and `README.md` document the rest.
-- llm.c, f1e2ace: as in build-nanogpt, the ranks see different tokens at the ends of shards (`llmc/dataloader.h` 60-92). The
-  last file written to a checkpoint is named DONE, and a resumed run is meant to be "bit-perfect" (`train_gpt2.cu` 1249-1254,
-  1316-1358).
-- modded-nanogpt, f411b3d: a step sees the same tokens on 1, 2, 4 or 8 GPUs until the first shard ends. At the end of a shard,
-  the trainer drops the incomplete batch, whose size depends on the number of GPUs (`train_gpt.py` 1713-1860).
-- Megatron-LM, d98e8a6: a step sees the same samples on any number of ranks (`data_samplers.py` 121-188).
-"""
 RANKS = ("two", "three", "moved")
-PREFACE = """# The same test for every trainer
-
-How well do trainers stop and resume? `bench/audit.py` starts each one on a CPU with its own command, stops it, and resumes it
-in its own way. It then compares the tokens of every update, and the final weights, with an uninterrupted run on one rank. A
-run makes 32 updates, each on 12 sequences of 32 tokens, and saves a checkpoint every 8 updates. We change no files in a
-trainer's checkout, and settings that the command does not name keep the trainer's defaults. The models are tiny and train
-only briefly, so compare differences in weights only within a row.
-
-- **The same tokens** means that each update sees the same sequences, in any order, over all ranks together. An update always
-  has 12 sequences. To keep it that way on W ranks, we give transformers' Trainer 6 / W accumulation steps, while the other
-  trainers divide the batch themselves.
-- **Killed while saving** means that the process dies while it writes the largest file of the checkpoint of update 24.
-- **Fails** means that the trainer cannot resume from the newest checkpoint in its own way. If the trainer keeps older
-  checkpoints, you can still point it at one of them.
-- **The commands** below run in the trainer's checkout. PYTHON stands for its interpreter, WORK for a folder, and RUN for the
-  run's folder.
-
-`python bench/audit_page.py --out=bench/results` writes this page from [audit.json](../bench/results/audit.json).
-"""
 
 
 def main(config: machine.Out) -> int:
@@ -66,9 +29,9 @@ def main(config: machine.Out) -> int:
 
 
 def page(rows: dict) -> str:
-    """Return the page: the table, then the commands of each trainer."""
+    """Return the page with a new table and commands of each trainer."""
     rows = {name: rows[name] for name in audit_trainers.TRAINERS if name in rows}
-    lines = [PREFACE, "| " + " | ".join(["", *HEAD.values()]) + " |", "|---" * (len(HEAD) + 1) + "|"]
+    lines = ["| " + " | ".join(["", *HEAD.values()]) + " |", "|---" * (len(HEAD) + 1) + "|"]
     lines += [f"| **{row['title']}** | " + " | ".join(cells(row["found"])) + " |" for row in rows.values()]
     for name, row in rows.items():
         kind = audit_trainers.TRAINERS[name]
@@ -79,9 +42,8 @@ def page(rows: dict) -> str:
         if "without" in row["found"]:
             where = "a CPU" if kind.always_on_cpu else "a CPU with several ranks"
             lines += ["", f"It does not start on {where}: `{row['found']['without']}`. {kind.on_cpu_note}"]
-        lines += ["", kind.note] if kind.note else []
         lines += ["", "```sh", *dict.fromkeys(row["command"]), "```"]
-    return "\n".join(lines) + "\n" + READ
+    return machine.renewed(PAGE, "\n".join(lines) + "\n")
 
 
 def cells(found: dict) -> list[str]:
@@ -89,9 +51,6 @@ def cells(found: dict) -> list[str]:
     if "error" in found:
         return [outcome(found)] + ["-"] * (len(HEAD) - 1)
     shown = {question: outcome(answer) for question, answer in found.items() if isinstance(answer, dict)}
-    shown |= {
-        question: "starts over, because it cannot resume" for question, answer in found.items() if isinstance(answer, str)
-    }
     if isinstance(found.get("terminated"), dict):
         saved = found["terminated"].get("from", 0) >= found["terminated"]["at"]
         shown["terminated"] = f"{'saves' if saved else 'saves nothing'}, and {shown['terminated']}"

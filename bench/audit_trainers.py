@@ -40,7 +40,6 @@ class Trainer:
     title = repository = proof = ""
     interpreter = False  # whether it needs its own interpreter, but no checkout
     packages, variables = (), {}
-    resumes, note = True, ""  # whether it can continue a run; what a reader must know besides
     on_cpu, on_cpu_note, always_on_cpu = "", "", False  # what bench/probe changes: on several ranks, or always
     pattern = ""  # glob of the checkpoints in a run; their names sort by age
     weights = "model"  # the key of the weights in a checkpoint's file
@@ -150,50 +149,6 @@ class NanoGPT(Trainer):
         flags |= dict(gradient_accumulation_steps=job.batch // job.micro, max_iters=job.steps, lr_decay_iters=job.steps)
         flags |= dict(eval_interval=job.save, eval_iters=2, init_from="resume" if resume else "scratch")
         return [*self.launcher(ranks), *machine.arguments(**flags)]
-
-
-class BuildNanoGPT(Trainer):
-    title = repository = "karpathy/build-nanogpt"
-    proof, pattern, on_cpu, resumes = "train_gpt2.py", "log/model_*.pt", "cuda", False
-    on_cpu_note = "For these runs, bench/probe maps CUDA to the CPU and NCCL to gloo."
-    note = (
-        "Its settings are constants in its source, so we edit a copy. The copy also leaves out the samples, and "
-        "HellaSwag, which needs a download. Our shards have 5,000 tokens, so that the run crosses the end of a shard "
-        "twice. Nothing loads its checkpoints, so a stopped run starts over."
-    )
-    changes = {"total_batch_size = 524288": f"total_batch_size = {BATCH * LENGTH}", "\nB = 64": f"\nB = {MICRO}"}
-    changes |= {"\nT = 1024": f"\nT = {LENGTH}", "max_steps = 19073": f"max_steps = {STEPS}", "not use_compile": "False"}
-    changes |= {"step % 5000": f"step % {SAVE}", "step % 250": f"step % {SAVE}", "warmup_steps = 715": "warmup_steps = 2"}
-    changes |= {"vocab_size=50304": f"vocab_size=256, block_size={LENGTH}, n_layer=2, n_head=2, n_embd=32"}
-    changes |= {"from hellaswag import": "# from hellaswag import", 'tiktoken.get_encoding("gpt2")': "None"}
-
-    def prepare(self) -> None:
-        import numpy as np
-
-        script, tokens = (self.path / self.proof).read_text(), np.frombuffer(self.text.encode(), np.uint8).astype(np.uint16)
-        for old, new in self.changes.items():
-            script = script.replace(old, new)
-        (self.work / "edited.py").write_text(script)
-        (self.work / "shards").mkdir()
-        for number in range(10):
-            split, shard = ("val", number) if number == 0 else ("train", number)
-            np.save(self.work / "shards" / f"made_{split}_{shard:06d}.npy", tokens[5000 * number : 5000 * (number + 1)])
-
-    def command(self, run: Path, ranks: int, resume: bool) -> list:
-        """It reads and writes below the working directory, so a run has one of its own."""
-        run.mkdir(exist_ok=True)
-        if not (run / "edu_fineweb10B").exists():
-            (run / "edu_fineweb10B").symlink_to(self.work / "shards")
-        self.folder = run
-        return [*self.launcher(ranks), self.work / "edited.py"]
-
-    def final_weights(self, run: Path) -> dict:
-        """Its checkpoint has a pickled object besides, of a class that only its script has."""
-        code = """import sys, torch
-class GPTConfig: pass
-with torch.serialization.safe_globals([GPTConfig]):
-    torch.save(torch.load(sys.argv[1], weights_only=True)["model"], sys.argv[2])"""
-        return self.gathered(self.checkpoints(run)[-1], code)
 
 
 class HuggingFace(Trainer):
@@ -328,37 +283,5 @@ with tempfile.TemporaryDirectory() as folder:
         return self.gathered(self.checkpoints(run)[-1] / "model_and_optim", code)
 
 
-class NanoChat(Trainer):
-    title = repository = "karpathy/nanochat"
-    proof, pattern, weights, step_ms = "scripts/base_train.py", "model_*.pt", "", r" dt: ([\d.]+)ms"
-    on_cpu, on_cpu_note = "cuda", "For these runs, bench/probe maps CUDA to the CPU and NCCL to gloo."
-
-    def prepare(self) -> None:
-        """Make its tables of documents, and its tokenizer by its own script."""
-        script = """import os, pyarrow, pyarrow.parquet
-text = open("text.txt").read().split("\\n\\n")
-os.mkdir("base_data_climbmix")
-for number in range(2):
-    pyarrow.parquet.write_table(pyarrow.table({"text": text}), f"base_data_climbmix/{number}.parquet", row_group_size=50)"""
-        (self.work / "text.txt").write_text(self.text)
-        self.variables = self.variables | {"NANOCHAT_BASE_DIR": str(self.work), "NANOCHAT_DTYPE": self.job.dtype}
-        tokenizer = ["-m", "scripts.tok_train", "--vocab-size=384", "--max-chars=100000"]
-        quiet = dict(check=True, capture_output=True, env=machine.environment(**self.variables))
-        subprocess.run([self.python, "-c", script], cwd=self.work, **quiet)
-        subprocess.run([self.python, *tokenizer], cwd=self.path, **quiet)
-
-    def command(self, run: Path, ranks: int, resume: bool) -> list:
-        job, width = self.job, self.job.n_embd // self.job.n_layer
-        flags = {"depth": job.n_layer, "aspect-ratio": width, "head-dim": job.n_embd // job.n_head, "max-seq-len": job.length}
-        flags |= {"device-batch-size": job.micro, "total-batch-size": job.batch * job.length, "num-iterations": job.steps}
-        flags |= {"save-every": job.save, "window-pattern": "L", "model-tag": run}
-        flags |= {"eval-every": -1, "core-metric-every": -1, "sample-every": -1, "device-type": "cpu" if ranks == 1 else "cuda"}
-        if resume:  # it continues from a step that its user names: the newest that has a model
-            saved = self.checkpoints(run)
-            flags["resume-from-step"] = int(saved[-1].stem.removeprefix("model_")) if saved else STEPS // 2
-        return [*self.launcher(ranks), *machine.arguments("-m", "scripts.base_train", **flags)]
-
-
-TRAINERS = {"lockstep": Lockstep, "exact": Exact, "nanogpt": NanoGPT, "build_nanogpt": BuildNanoGPT, "trainer": HuggingFace}
-TRAINERS |= {"litgpt": LitGPT}
-TRAINERS |= {"torchtitan": TorchTitan, "olmo_core": OLMoCore, "nanochat": NanoChat}
+TRAINERS = {"lockstep": Lockstep, "exact": Exact, "nanogpt": NanoGPT, "trainer": HuggingFace, "litgpt": LitGPT}
+TRAINERS |= {"torchtitan": TorchTitan, "olmo_core": OLMoCore}

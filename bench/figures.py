@@ -11,30 +11,8 @@ import gpu
 
 PAGE = machine.ROOT / "docs" / "figures.md"
 RESULTS = machine.ROOT / "bench" / "results"
-PREFACE = """# All figures, and where they come from
-
-Each row gives a figure, the machine that it was measured on, and the command that measures it again. The code has changed
-since, so run the command for an up-to-date figure; it writes to `runs/bench` unless you set `--out`. `python bench/figures.py`
-generates the page from the files in `bench/results/`, which also record the versions, the commit, the load and every single
-measurement. [bench/LOG.md](../bench/LOG.md) describes what we tried, including what didn't help, and has the figures of scripts
-that are gone.
-
-The machines have two cores of an AMD EPYC with bfloat16 instructions but no matrix unit, or of an Intel Xeon with a matrix
-unit (AMX). *As AVX2* means an EPYC limited to AVX2 by `--processor=avx2`. *Under load* means that other programs were running.
-
-## Speed, compared with others
-
-The rows where Lockstep is slower, with ratios below 1, come first. Contenders took turns, and each ratio is the median over the
-rounds. All train a model with 6 layers, a width of 384 and a context of 256 tokens, on 8 sequences per update. litgpt and
-nanochat train their own models with the same blocks. nanochat's model costs more, because it has value embeddings and trains
-with Muon. Two results are only in [bench/LOG.md](../bench/LOG.md). With its matrix unit switched off by
-`ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`, a Xeon reached **0.79** of nanoGPT's tokens/s (bfloat16 against float32, 22 Nov 2026).
-Preparing text ran at **0.68** of the speed of tiktoken's `encode_to_numpy`, which writes nothing (25 Nov 2026).
-
-| ratio | what | machine | command | result |
-|---|---|---|---|---|"""
 HEAD = "| what | figure | machine | command | result |\n|---|---|---|---|---|"
-STEPS = "speed.py steps --nanogpt=PATH --litgpt=PATH --litgpt_python=PATH --nanochat=PATH --nanochat_python=PATH --rounds=5"
+STEPS = "speed.py steps --nanogpt=PATH --litgpt=PATH --litgpt_python=PATH --rounds=5"
 SPEED = {  # the command for each result
     "tokens_per_second_epyc": f"{STEPS} --dtypes=float32",
     "tokens_per_second_epyc_bfloat16": STEPS,
@@ -81,12 +59,9 @@ def known(result: dict) -> str:
 SECTIONS = {
     "Strategies, compared with torch's DDP": [
         ("exact_cost", "time of an update under `exact` (compiled, a Qwen3 of 4.3 M parameters)",
-         "grad_sync.py --strategies=ddp,exact --ranks=1,2 --rounds=5 --compile=on --name=exact_cost", exact_cost),
+         "grad_sync.py cost --strategies=ddp,exact --ranks=1,2 --rounds=5 --compile=on --name=exact_cost", exact_cost),
         ("grad_sync", "time of an update on two ranks, eager (all strategies: [ddp.md](ddp.md))",
-         "grad_sync.py --rounds=3 --updates=4", synced),
-        ("grad_sync_larger_batch", "`ddp` on two ranks (two cores) against one, 16 micro-batches per update",
-         "grad_sync.py --name=grad_sync_larger_batch --strategies=ddp --ranks=1,2 --micro_batches=16 --rounds=3 --updates=4",
-         lambda r: f"{r['rows'][0]['update_ms'] / r['rows'][1]['update_ms']:.2f} times the tokens/s"),
+         "grad_sync.py cost", synced),
     ],
     "The run is the same run": [
         ("same_run", "200 steps on 1 to 4 ranks, and killed six times", "same_run.py", same_run),
@@ -110,9 +85,6 @@ SECTIONS = {
          "drill.py kills --kills=300 --strategy=fsdp --ranks=3 --max_shard_bytes=20000", kills),
         ("hard_kills_ddp_2_mirror", "20 kills with `--mirror` to an S3 server on loopback; half of them also lose the disk",
          "drill.py kills --kills=20 --ranks=2 --mirror=URL", kills),
-        ("power_cut", "simulated power cuts and disk failures", "power_cut.py",
-         lambda r: f"{r['total']['crash cases']:,} power cuts, {r['total']['faults']:,} failures; "
-         f"{r['total']['broken'] or 'nothing'} lost"),
     ],
     "Memory and loss": [
         ("known_loss", "time to nanoGPT's 1.4697 on tiny Shakespeare with `config/shakespeare_10m.toml`: bfloat16, compiled, "
@@ -151,13 +123,13 @@ def speed_rows(name: str, result: dict, command: str) -> list[tuple[float, str]]
 def page() -> str:
     """The whole page."""
     compared = [row for name, command in SPEED.items() for row in speed_rows(name, read(name), command)]
-    lines = [PREFACE, *(line for _, line in sorted(compared))]
+    lines = ["| ratio | what | machine | command | result |", "|---|---|---|---|---|", *(line for _, line in sorted(compared))]
     for title, rows in SECTIONS.items():
         lines += [f"\n## {title}\n", HEAD]
         for name, what, command, figure in rows:
             result = read(name)
             lines.append(f"| {what} | {figure(result)} | {ending(name, result, command)}")
-    return "\n".join([*lines, *gpu_questions()]) + "\n"
+    return machine.renewed(PAGE, "\n".join([*lines, *gpu_questions()]) + "\n")
 
 
 def gpu_questions() -> list[str]:

@@ -66,8 +66,6 @@ TITLES = {
     "gpt2_any_order": "gpt2_124m with deterministic = false",
     "llama": "llama_1.3b as a user starts it: speed and memory",
     "nanogpt": "nanoGPT on the same model, with its own settings",
-    "residual": "gpt2_124m with the residual stream in bfloat16",
-    "joined": "gpt2_124m with q, k and v in one matmul",
 }
 SMALL = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=256, seq_len=256, tokens_per_update=16384, lr=1e-3)
 SMALL |= dict(threads=1, optimizer="adamw", schedule="constant", warmup_steps=0, micro_batch_size=8, steps=12, save_every=4)
@@ -178,10 +176,10 @@ def peak(bench: Bench, limit: float) -> dict:
     return {"words": f"{flops / 1e12:.4g} TFLOP/s in bfloat16{share}.", "flops": flops}
 
 
-def speed(bench: Bench, limit: float, name: str, preset: str, patch: str = "", **changes) -> dict:
+def speed(bench: Bench, limit: float, name: str, preset: str, **changes) -> dict:
     """Tokens/s, MFU and memory of a preset as a user starts it, with its banner, profile and recompilations."""
     config = bench.config(preset, profile=f"{PROFILE[0]}:{PROFILE[1]}", **changes)
-    run = gpu_probe.training(config, bench.at(name), limit, 14 if bench.tiny else UPDATES, PROFILE, patch)
+    run = gpu_probe.training(config, bench.at(name), limit, 14 if bench.tiny else UPDATES, PROFILE)
     run["tokens_per_second"] = 1000 * run["tokens_per_update"] / statistics.median(run["update_ms"])
     shape = settings.resolve_model(bench.config(preset).model, 512 if bench.tiny else 50257)
     flops = run["tokens_per_second"] * footprint.flops_per_token(shape)
@@ -228,7 +226,7 @@ def about_bits(bench: Bench) -> dict[str, tuple[float, Callable[[float], dict]]]
 
 
 def about_speed(bench: Bench) -> dict[str, tuple[float, Callable[[float], dict]]]:
-    """Seconds and question by name, in order. The last two are asked only if time is left."""
+    """Seconds and question by name, in order."""
 
     def speed_of(name: str, preset: str, **options):
         return lambda limit: speed(bench, limit, name, preset, **options)
@@ -240,8 +238,6 @@ def about_speed(bench: Bench) -> dict[str, tuple[float, Callable[[float], dict]]
         # The preset's batch would only repeat the same micro-batches four times.
         "llama": (120, speed_of("llama", "llama_1.3b", tokens_per_update=131072)),
         "nanogpt": (90, lambda limit: nanogpt(bench, limit)),
-        "residual": (65, speed_of("residual", "gpt2_124m", patch="bfloat16 residual")),
-        "joined": (65, speed_of("joined", "gpt2_124m", patch="joined")),
     }
 
 

@@ -45,10 +45,10 @@ def prepare_bytes(text: str, out: str) -> None:
     prepare_data.main(prepare_data.PrepareConfig(sources=(text,), out=out, tokenizer="bytes"))
 
 
-def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callable = lambda records: False, patch: str = ""):
+def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callable = lambda records: False):
     """Run the trainer in FOLDER/run until `enough(the records of its updates)`, or for `limit` seconds; then kill it.
 
-    patch: see `apply_patch`. Returns the records and wait statuses.
+    Returns the records and wait statuses.
     """
     own = dict(out_dir=str(folder), name="run", async_save=False, eval_every=0, eval_tokens=config.model.seq_len)
     config = settings.replace(config, **own)
@@ -59,7 +59,6 @@ def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callab
         import train
 
         torch._logging.set_logs(recompiles=True)
-        apply_patch(patch)
         if config.train.device != "cpu" and 0 < torch.cuda.device_count() < ranks:
             share_gpus(torch.cuda.device_count())
         with errors.user_errors():
@@ -70,25 +69,6 @@ def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callab
 
     statuses = forks.run_forks(ranks, work, folder / "forks", limit, lambda: enough(updates()))
     return updates(), statuses
-
-
-def apply_patch(patch: str) -> None:
-    """Change the model's operations: "bfloat16 residual" keeps the residual stream in bfloat16, "joined" joins q, k and v."""
-    import torch
-    import torch.nn.functional as F
-
-    from lockstep.numerics import native
-
-    if patch == "bfloat16 residual":  # the model calls dropout on all that it adds to the stream, and on the embedding
-        native.dropout = lambda x, rate, training: x.to(torch.bfloat16)
-    if patch == "joined":
-
-        def joined(x, layers):
-            weight, biases = torch.cat([layer.weight for layer in layers]), [layer.bias for layer in layers]
-            y = F.linear(x, weight, None if biases[0] is None else torch.cat(biases))
-            return y.split([len(layer.weight) for layer in layers], dim=-1)
-
-        native.linears = joined
 
 
 def share_gpus(count: int) -> None:
@@ -103,14 +83,14 @@ def share_gpus(count: int) -> None:
     dist.init_process_group = lambda _, **options: create("gloo", **options | {"device_id": None})
 
 
-def training(config: Config, folder: Path, limit: float, updates: int, profile: tuple[int, int], patch: str = "") -> dict:
+def training(config: Config, folder: Path, limit: float, updates: int, profile: tuple[int, int]) -> dict:
     """Train for `updates`, or for `limit` seconds. Saves nothing.
 
     profile: the first profiled step and their number. Returns the milliseconds of each update that is not profiled, the seconds
     until the first, memory, losses, the chosen batch, the banner, the profile's table, and the recompilations.
     """
     config, began = settings.replace(config, steps=10**6, save_every=0), time.time()
-    records, statuses = train(config, 1, folder, limit, lambda records: len(records) >= updates, patch)
+    records, statuses = train(config, 1, folder, limit, lambda records: len(records) >= updates)
     slow = range(profile[0], profile[0] + profile[1] + 1)  # the trace is written during the last one
     timed = [record["step_ms"] for record in records[UNTIMED:] if record["step"] not in slow]
     if len(timed) < FEWEST:

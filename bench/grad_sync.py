@@ -59,20 +59,14 @@ def cost(config: CostConfig) -> None:
 
     Measures updates of the same global batch for each strategy on 1, 2 and 4 local processes, in turns. The table has the time
     of an update, of its forward and backward passes without communication, and of the optimizer's step; the bytes that a rank
-    sends; the memory of weights and optimizer state; and how far the final weights are from a single process's.
+    sends; and the memory of weights and optimizer state.
     """
-    from safetensors.torch import load_file
-
     forks.prepare_to_fork()
     pairs = [(strategy, int(ranks)) for ranks in config.ranks.split(",") for strategy in config.strategies.split(",")]
-    pairs = list(dict.fromkeys([("ddp", 1), *pairs]))  # the others' weights are compared with those of `ddp` on one rank
     results = {pair: [] for pair in pairs}
     with machine.workspace() as folder:
         for strategy, ranks in pairs * config.rounds:
-            weights = folder / f"{strategy}-{ranks}.safetensors"
-            result = forks.in_forks(updates, config, strategy, str(weights), ranks=ranks, folder=folder)[0]
-            own, one = load_file(weights), load_file(folder / "ddp-1.safetensors")
-            result["largest_difference"] = max((own[name] - one[name]).abs().max().item() for name in one)
+            result = forks.in_forks(updates, config, strategy, ranks=ranks, folder=folder)[0]
             results[strategy, ranks].append(result)
             print(f"{strategy} on {ranks}: {result['update_ms']:.0f} ms", flush=True)
     rows = [
@@ -84,10 +78,9 @@ def cost(config: CostConfig) -> None:
     print(machine.write(config.name, {"rows": rows, "update_ms_each": each}, config.out))
 
 
-def updates(config: CostConfig, strategy: str, weights_file: str) -> dict:
-    """Run updates with and without syncing on each rank. Rank 0 writes the weights."""
+def updates(config: CostConfig, strategy: str) -> dict:
+    """Run updates with and without syncing on each rank."""
     import torch
-    from safetensors.torch import save_file
 
     from lockstep.hardware.device import prepare_device
     from lockstep.hardware.host import read_ranks
@@ -136,9 +129,6 @@ def updates(config: CostConfig, strategy: str, weights_file: str) -> dict:
     before = loopback_bytes()
     found = [timed(synced, update) for _ in range(config.updates)]
     sent = (loopback_bytes() - before) / config.updates / world.size
-    weights = engine.gather(engine.parameters, dict.fromkeys(engine.parameters, 0))
-    if world.is_master:
-        save_file(weights, weights_file)
     without = [timed(alone, engine.zero_grad)[0] for _ in range(config.updates)]
     state = [local(value) for part in optimizers.parts for values in part.state.values() for value in values.values()]
     world.leave()

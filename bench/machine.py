@@ -189,12 +189,6 @@ def last_step(run: Path) -> int:
     return max((record["step"] for record in metrics(run)), default=0)
 
 
-def damage(path: Path) -> None:
-    """Change the last byte of a file."""
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-
-
 def unmeasured(records: list[dict]) -> list[dict]:
     """`records` without times and memory, which differ between equal runs."""
     return [{key: value for key, value in record.items() if key not in MEASURED} for record in records]
@@ -259,6 +253,13 @@ def write(name: str, result: dict, out: str = RESULTS) -> Path:
     record = {"command": [f"bench/{Path(sys.argv[0]).name}", *shown], "date": time.strftime("%Y-%m-%d"), **describe(), **result}
     publish_text(path, json.dumps(record, indent=2) + "\n")
     return path
+
+
+def renewed(page: Path, lines: str) -> str:
+    """The text of a page with `lines` in place of those between its comments `made` and `end`."""
+    before, begin, rest = page.read_text().partition("<!-- made -->\n")
+    _, end, after = rest.partition("<!-- end -->\n")
+    return before + begin + lines + end + after
 
 
 def make_tokens(directory: Path, count: int, vocab_size: int) -> None:

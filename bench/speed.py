@@ -20,7 +20,7 @@ import machine  # puts the project's folder on the path
 
 # isort: split
 from audit import text
-from audit_trainers import HuggingFace, Job, LitGPT, NanoChat, NanoGPT, Trainer
+from audit_trainers import HuggingFace, Job, LitGPT, NanoGPT, Trainer
 from forks import in_fresh_process
 from lockstep.common.errors import RunError, UserError
 from lockstep.hardware import host
@@ -40,10 +40,6 @@ class StepsConfig(machine.Out):
     """A checkout of litgpt."""
     litgpt_python: str = sys.executable
     """A Python interpreter with litgpt's dependencies."""
-    nanochat: str = ""
-    """A checkout of nanochat."""
-    nanochat_python: str = sys.executable
-    """A Python interpreter with nanochat's dependencies."""
     dtypes: str = "float32,bfloat16"
     rounds: int = 5
     processor: machine.Processor = "native"
@@ -55,14 +51,13 @@ def steps(config: StepsConfig) -> int:
 
     Each contender trains with its own command, in turns. Models have 6 layers, 6 heads, a width of 384 and a context of 256. An
     update has 8 sequences, with AdamW and without dropout, and uses one thread per core. Ours, nanoGPT and the Trainer train a
-    GPT-2 with 256 tokens. litgpt's model has rotary positions and an untied output layer. nanochat's has squared ReLUs, value
-    embeddings, 384 tokens and Muon. All have the same 10.6 million weights in their blocks. Each program prints the time of its
-    updates. nanoGPT does not support bfloat16 on a CPU. Also measures an update's matmuls alone. Writes tokens_per_second.json.
+    GPT-2 with 256 tokens. litgpt's model has rotary positions and an untied output layer. All have the same 10.6 million
+    weights in their blocks. Each program prints the time of its updates. nanoGPT does not support bfloat16 on a CPU. Also
+    measures an update's matmuls alone. Writes tokens_per_second.json.
     """
     machine.act_as(config.processor)
     os.environ["OMP_NUM_THREADS"] = str(host.cores())
     peers = {"nanoGPT": (NanoGPT, config.nanogpt, sys.executable), "litgpt": (LitGPT, config.litgpt, config.litgpt_python)}
-    peers |= {"nanochat": (NanoChat, config.nanochat, config.nanochat_python)}
     peers = {name: peer for name, peer in peers.items() if peer[1]}
     peers["transformers' Trainer"] = (HuggingFace, str(machine.ROOT), sys.executable)
     for kind, path, _ in peers.values():

@@ -38,7 +38,7 @@ from forks import free_port
 from lockstep.checkpoints import retention
 from lockstep.common.files import publish_directory
 from lockstep.dataset.tokens import write_shard
-from machine import ROOT, damage  # noqa: F401  for tests
+from machine import ROOT  # noqa: F401  for tests
 from model import initial_weights
 
 PATIENCE = 300  # seconds for what takes a few on an idle machine; a test that reaches them hangs
@@ -85,6 +85,12 @@ def update(run, *args, original=train.update):
     return original(run, *args)
 train.update = update
 """
+
+
+def damage(path):
+    """Change the last byte of a file."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def pytest_collection_modifyitems(items):

@@ -1,4 +1,4 @@
-"""Is anything lost if one file operation fails, or if the power fails at any moment? `python bench/power_cut.py`
+"""Is anything lost if one file operation fails, or if the power fails at any moment? tests/test_power_cut.py runs this.
 
 Saves, prunes and resumes the checkpoints of a tiny model, prepares a dataset and exports a model. They work on a disk (disk.py)
 where each operation in turn fails in every possible way. Then the power is cut after each operation, and everything restarts
@@ -7,8 +7,6 @@ from each state that the disk may be in. After each case:
 - checkpoints: one is intact and at least as new as the last one announced as saved. The run continues and saves.
 - a dataset: repeating the command makes it, byte for byte.
 - an export: it is complete or absent, and complete if it was announced.
-
-The exit status is 0 only if this holds in every case.
 """
 
 import contextlib
@@ -16,21 +14,18 @@ import io
 import math
 import os
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import machine  # puts the project's folder on the path
-
-# isort: split
 import torch
 
 import disk
 import export
 import prepare_data
+from conftest import damage
 from disk import Disk, Fault
 from lockstep import settings
 from lockstep.checkpoints import checkpoint, retention
@@ -103,7 +98,7 @@ class Saves:
         for step in sorted(self.intact + self.damaged):
             Miniature(root / "checkpoints", keep_last=0, keep_best=1).save(step, float(step))  # the first one is the best
         for step in self.damaged:
-            machine.damage(retention.step_directory(root / "checkpoints", step) / "model.safetensors")
+            damage(retention.step_directory(root / "checkpoints", step) / "model.safetensors")
 
     def act(self, root: Path, promise) -> None:
         promise(max(self.intact, default=0))
@@ -259,23 +254,3 @@ class Cases:
                 disk.plant(tree, self.root)
                 self.count["crash states"] += 1
                 self.judge(f"power cut after operation {end - whole.before}, {how}", promised)
-
-
-def main(config: machine.Out) -> int:
-    """The command."""
-    rows, total = [], Counter()
-    for scenario in SCENARIOS:
-        with tempfile.TemporaryDirectory(dir=MEMORY) as directory:
-            cases = Cases(scenario, Path(directory, "root"))
-            cases.fail_each()
-            cases.cut_each()
-        counts = {**cases.count, "broken": len(cases.broken)}
-        rows.append({"scenario": scenario.name, **counts, "examples": cases.broken[:5]})
-        total.update(counts)
-        print(scenario.name, counts, *cases.broken[:5], sep="\n    ", flush=True)
-    print(dict(total), machine.write("power_cut", {"total": total, "scenarios": rows}, config.out))
-    return int(total["broken"] > 0)
-
-
-if __name__ == "__main__":
-    machine.command_line(__doc__, machine.Out, main)

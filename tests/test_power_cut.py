@@ -27,11 +27,13 @@ def memory():
         yield Path(directory)
 
 
+@pytest.mark.parametrize("every", [pytest.param(1, id="complete", marks=pytest.mark.slow), pytest.param(17, id="sample")])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[scenario.name for scenario in SCENARIOS])
-def test_nothing_is_lost_whatever_fails_and_whenever_the_power_does(memory, scenario):
+def test_nothing_is_lost_whatever_fails_and_whenever_the_power_does(memory, scenario, every):
     cases = Cases(scenario, memory / "root")
-    cases.fail_each(every=17)  # bench/power_cut.py takes them all
-    cases.cut_each(every=17)
+    cases.fail_each(every)
+    cases.cut_each(every)
+    print(scenario.name, dict(cases.count))  # pytest -rP shows it
     assert not cases.broken and min(cases.count["faults"], cases.count["crash states"]) > 1
 
 

@@ -100,28 +100,6 @@ def put_cuda_on_cpu(torch) -> None:
         def __new__(cls, device=None):
             return super().__new__(cls)
 
-    distributed = torch.distributed
-    all_reduce, all_gather = distributed.all_reduce, distributed.all_gather_into_tensor
-
-    def done(result):
-        future = torch.futures.Future()
-        future.set_result(result)
-        return types.SimpleNamespace(wait=lambda: result, get_future=lambda: future)
-
-    def reduce(tensor, op=distributed.ReduceOp.SUM, async_op=False, **more):  # gloo has no mean
-        mean = op == distributed.ReduceOp.AVG
-        all_reduce(tensor, distributed.ReduceOp.SUM if mean else op, **more)
-        return done(tensor.div_(distributed.get_world_size()) if mean else tensor)
-
-    def scatter(output, tensor, async_op=False, **more):
-        reduce(tensor, **more)
-        return done(output.copy_(tensor.chunk(distributed.get_world_size())[distributed.get_rank()]))
-
-    def gather(output, tensor, async_op=False, **more):
-        all_gather(output, tensor.clone(), **more)  # `tensor` may be part of the output
-        return done(output)
-
-    distributed.all_reduce, distributed.reduce_scatter_tensor, distributed.all_gather_into_tensor = reduce, scatter, gather
     OnCpu().__enter__()
     torch.Generator = Generator
     answer(torch.cuda)
