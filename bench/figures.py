@@ -44,12 +44,6 @@ def exact_cost(result: dict) -> str:
     return "; ".join(cells)
 
 
-def synced(result: dict) -> str:
-    rows = {(row["strategy"], row["ranks"]): row["update_ms"] for row in result["rows"]}
-    cells = [f"`{name}` {rows[name, 2] / rows['ddp', 2]:.2f}" for name in ("fsdp", "scratch_overlap")]
-    return f"relative to `ddp` ({rows['ddp', 2]:.0f} ms): " + ", ".join(cells)
-
-
 def known(result: dict) -> str:
     minutes, losses = zip(*((row["minutes to 1.4697"], row["least loss"]) for row in result["rows"]), strict=True)
     return f"{', '.join(f'{m:.0f}' for m in minutes)} minutes; lowest loss {', '.join(f'{loss:.3f}' for loss in losses)}"
@@ -60,8 +54,6 @@ SECTIONS = {
     "Strategies, compared with torch's DDP": [
         ("exact_cost", "time of an update under `exact` (compiled, a Qwen3 of 4.3 M parameters)",
          "grad_sync.py cost --strategies=ddp,exact --ranks=1,2 --rounds=5 --compile=on --name=exact_cost", exact_cost),
-        ("grad_sync", "time of an update on two ranks, eager (all strategies: [ddp.md](ddp.md))",
-         "grad_sync.py cost", synced),
     ],
     "The run is the same run": [
         ("same_run", "200 steps on 1 to 4 ranks, and killed six times", "same_run.py", same_run),

@@ -5,7 +5,6 @@ python bench/grad_sync.py cost|overlap [--flag=value ...]
 
 import ctypes
 import functools
-import itertools
 import statistics
 import subprocess
 import time
@@ -16,7 +15,7 @@ from typing import Literal
 import forks
 import machine  # puts the project's folder on the path
 from lockstep import settings
-from lockstep.common import cli
+from lockstep.common.errors import UserError
 from lockstep.reports import curves
 from lockstep.strategies import STRATEGIES
 
@@ -24,122 +23,36 @@ FLAGS = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=256, seq_len=128,
 FLAGS |= dict(lr=1e-4, device="cpu", dtype="float32")
 
 
-def resolved(**flags) -> settings.Config:
-    """The settings of FLAGS and `flags`."""
-    config = settings.replace(settings.Config(), **FLAGS | flags)
-    return settings.replace(config, **cli.flat_values(settings.resolve_model(config.model, FLAGS["vocab_size"])))
-
-
-def loopback_bytes() -> int:
-    """Bytes sent so far over Linux's loopback device, which gloo's ranks on one machine use."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What each strategy costs
-
-
 @dataclass(frozen=True)
-class CostConfig(machine.Out):
+class CostConfig(machine.Options):
     strategies: str = ",".join(STRATEGIES)
     ranks: str = "1,2,4"
     rounds: int = 3
-    """How often each strategy is measured, in turns. The table shows the median."""
-    updates: int = 4
-    """Timed updates per round. Two untimed ones come first."""
-    micro_batches: int = 8
-    """Micro-batches per update, over all ranks."""
+    """How often each strategy is measured, in turns."""
+    steps: int = 10
+    """Updates of a run. The first two do not count."""
     compile: Literal["off", "on"] = "off"
     name: str = "grad_sync"
 
 
 def cost(config: CostConfig) -> None:
-    """What does each strategy cost? python bench/grad_sync.py cost
+    """How long does an update take? python bench/grad_sync.py cost
 
-    Measures updates of the same global batch for each strategy on 1, 2 and 4 local processes, in turns. The table has the time
-    of an update, of its forward and backward passes without communication, and of the optimizer's step; the bytes that a rank
-    sends; and the memory of weights and optimizer state.
+    Trains a Qwen3 of 4.3 M parameters by train.py with each strategy on 1, 2 and 4 local processes of one thread, in turns. The
+    global batch is the same: 8 micro-batches of 4 x 128 tokens.
     """
-    forks.prepare_to_fork()
+    machine.prepare_tokens(config.tokens)
     pairs = [(strategy, int(ranks)) for ranks in config.ranks.split(",") for strategy in config.strategies.split(",")]
-    results = {pair: [] for pair in pairs}
-    with machine.workspace() as folder:
-        for strategy, ranks in pairs * config.rounds:
-            result = forks.in_forks(updates, config, strategy, ranks=ranks, folder=folder)[0]
-            results[strategy, ranks].append(result)
-            print(f"{strategy} on {ranks}: {result['update_ms']:.0f} ms", flush=True)
-    rows = [
-        {"strategy": strategy, "ranks": ranks} | {key: statistics.median(row[key] for row in each) for key in each[0]}
-        for (strategy, ranks), each in results.items()
-    ]
-    print(machine.table([*rows[0]], [[*row.values()] for row in rows]))
-    each = {f"{strategy} on {ranks}": [row["update_ms"] for row in each] for (strategy, ranks), each in results.items()}
-    print(machine.write(config.name, {"rows": rows, "update_ms_each": each}, config.out))
+    measure = {f"{strategy} on {ranks}": functools.partial(update_ms, config, strategy, ranks) for strategy, ranks in pairs}
+    each = machine.in_turns(config.rounds, measure)
+    print(machine.table(["", "ms"], [[name, statistics.median(values)] for name, values in each.items()]))
+    print(machine.write(config.name, {"update_ms_each": each}, config.out))
 
 
-def updates(config: CostConfig, strategy: str) -> dict:
-    """Run updates with and without syncing on each rank."""
-    import torch
-
-    from lockstep.hardware.device import prepare_device
-    from lockstep.hardware.host import read_ranks
-    from lockstep.numerics.optim import local
-    from lockstep.parallel.world import World, connect
-    from model import initial_weights, on_meta
-    from train import build_engine
-
-    tokens_per_update = config.micro_batches * FLAGS["micro_batch_size"] * FLAGS["seq_len"]
-    training = resolved(strategy=strategy, compile=config.compile, tokens_per_update=tokens_per_update)
-    rank, world_size, _, _ = read_ranks()
-    world = World(rank, world_size, world_size, prepare_device("cpu", threads=1))
-    if world_size > 1:
-        connect(world)
-    module = on_meta(training.model)
-    engine = build_engine(module, initial_weights(module, 0), training, world)
-    optimizers = engine.optimizers
-    size = (config.micro_batches, FLAGS["micro_batch_size"], FLAGS["seq_len"] + 1)
-    tokens = torch.randint(0, FLAGS["vocab_size"], size, generator=torch.Generator().manual_seed(0))
-    mine = world.share(config.micro_batches)
-
-    def accumulate(sync: bool) -> None:
-        for i, micro_batch in enumerate(mine):
-            engine.model.require_backward_grad_sync = sync and i == len(mine) - 1
-            loss = engine.model(tokens[micro_batch, :, :-1], tokens[micro_batch, :, 1:])
-            (loss / engine.accumulation_steps).backward()
-
-    def update() -> None:
-        engine.clip(1.0)
-        optimizers.step()
-        engine.zero_grad()
-
-    def timed(*works) -> list[float]:
-        """Run each of `works` in turn. Returns their milliseconds."""
-        if world.size > 1:
-            torch.distributed.barrier()
-        times = [time.perf_counter()]
-        for work in works:
-            work()
-            times.append(time.perf_counter())
-        return [1000 * (end - began) for began, end in itertools.pairwise(times)]
-
-    synced, alone = functools.partial(accumulate, True), functools.partial(accumulate, False)
-    for _ in range(2):
-        timed(synced, update)
-    before = loopback_bytes()
-    found = [timed(synced, update) for _ in range(config.updates)]
-    sent = (loopback_bytes() - before) / config.updates / world.size
-    without = [timed(alone, engine.zero_grad)[0] for _ in range(config.updates)]
-    state = [local(value) for part in optimizers.parts for values in part.state.values() for value in values.values()]
-    world.leave()
-    return {
-        "update_ms": statistics.median(map(sum, found)),
-        "alone_ms": statistics.median(without),
-        "optimizer_ms": statistics.median(step for _, step in found),
-        "sent_mb": sent / 1e6,
-        "weights_mb": sum(local(parameter).nbytes for parameter in module.parameters()) / 1e6,
-        "state_mb": sum(value.nbytes for value in state) / 1e6,
-    }
+def update_ms(config: CostConfig, strategy: str, ranks: int) -> float:
+    """The median time of an update in a run of train.py."""
+    flags = FLAGS | dict(tokens=config.tokens, tokens_per_update=4096, strategy=strategy, compile=config.compile, threads=1)
+    return statistics.median(machine.step_ms("", ranks, steps=config.steps, schedule="constant", **flags)[2:])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -148,10 +61,11 @@ def updates(config: CostConfig, strategy: str) -> dict:
 BURSTS = {"2gbit": "1mb", "500mbit": "256kb"}  # what may pass at once: 4 ms of the rate
 ALL = "all-reduce 0,reduce-scatter 0,overlap 0.01,overlap 1,overlap 2,overlap 4,overlap 25,one bucket 25"
 ALL += ",ddp 1,ddp 2,ddp 4,ddp 25"
+SOME = "all-reduce 0,one bucket 25,overlap 2,overlap 4,ddp 2,ddp 4"
 FEW = "all-reduce 0,one bucket 25,overlap 4,ddp 4"
 SIZES = {"each tensor": 0.01, "1 MB": 1, "2 MB": 2, "4 MB": 4, "25 MB": 25}  # of the buckets in the picture
 # The link's rate, the ranks, what a rank computes, and the ways to send.
-SITUATIONS = [("2gbit", 2, "model", ALL), ("500mbit", 2, "model", ALL), ("2gbit", 2, "sleep", ALL), ("2gbit", 1, "model", FEW)]
+SITUATIONS = [("2gbit", 2, "model", ALL), ("500mbit", 2, "model", ALL), ("2gbit", 2, "sleep", SOME), ("2gbit", 1, "model", FEW)]
 SITUATIONS += [("2gbit", 4, "model", FEW), ("500mbit", 4, "model", FEW), ("loopback", 2, "model", FEW)]
 
 
@@ -174,6 +88,8 @@ def overlap(config: OverlapConfig) -> None:
     each layer sleeps instead of computing, which leaves the cores to the communication. On one rank the true value is 0, so
     that row shows the noise. Needs Linux and the right to make a network namespace.
     """
+    if config.rounds < 2:
+        raise UserError("--rounds must be at least 2: DDP reports its buckets from its third backward on")
     if machine.output_of("unshare", "--net", "echo", "permitted") != "permitted":
         print("skipped: `unshare --net` is not permitted here (try it as root)")
         return
@@ -216,7 +132,8 @@ def exposed(config: OverlapConfig, compute: str, ways: list[str]) -> list[dict]:
     torch.set_num_threads(1)
     meeting = None if world_size > 1 else "tcp://127.0.0.1:29500"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
-    shape = resolved(n_layer=6).model
+    flags = {name: FLAGS[name] for name in ("architecture", "n_head", "n_embd", "seq_len")}
+    shape = settings.resolve_model(settings.replace(settings.ModelConfig(), **flags, n_layer=6), FLAGS["vocab_size"])
 
     def build() -> torch.nn.Module:
         module = GPT(shape)
@@ -238,7 +155,7 @@ def exposed(config: OverlapConfig, compute: str, ways: list[str]) -> list[dict]:
         return 1000 * (time.perf_counter() - began)
 
     for model in wrapped.values():  # DDP divides its buckets anew after the first backward
-        step_ms(model), step_ms(model)
+        step_ms(model)
     alones, times, sent = ({way: [] for way in ways} for _ in range(3))
     for _ in range(config.rounds):
         for way, model in wrapped.items():
@@ -273,6 +190,12 @@ def wrap(module, way: str):
     if name == "one bucket":
         return from_scratch.ScratchOverlap(module, bucket_mb=float(size), first_bucket_mb=float(size))
     return {"all-reduce": from_scratch.ScratchAllReduce, "reduce-scatter": from_scratch.ScratchReduceScatter}[name](module)
+
+
+def loopback_bytes() -> int:
+    """Bytes sent so far over Linux's loopback device, which gloo's ranks on one machine use."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
 
 
 def sends_of(model, way: str) -> dict[str, int]:

@@ -170,11 +170,11 @@ def timed(command: list, cwd: Path = ROOT, **variables: str) -> float:
     return time.perf_counter() - began
 
 
-def step_ms(preset: str = "", **flags) -> list[float]:
+def step_ms(preset: str = "", ranks: int = 1, **flags) -> list[float]:
     """The milliseconds of each update of a run, without the first. It saves and evaluates only at its end."""
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=ROOT / "runs") as folder:
         flags |= dict(out_dir=folder, name="run", log_every=1, eval_every=0, eval_tokens=1, save_every=0)
-        timed(arguments("train.py", preset, **flags))
+        timed([*launcher(ranks)[1:], *arguments("train.py", preset, **flags)])
         return [record["step_ms"] for record in metrics(Path(folder, "run")) if "step_ms" in record]
 
 

@@ -33,11 +33,11 @@ def test_an_installed_package_does_not_hide_a_module_of_ours(tmp_path):
     assert done.stdout.strip() == str(machine.ROOT / "evaluate.py")
 
 
-def test_the_table_of_strategies_has_a_row_for_each_and_is_not_written_over_the_tracked_one(tmp_path):
+def test_the_table_of_strategies_has_a_row_for_each_and_is_not_written_over_the_tracked_one(tokens, tmp_path):
     assert Path(machine.RESULTS).relative_to(machine.ROOT).parts[0] == "runs"
-    few = dict(strategies="ddp,exact,scratch_overlap", ranks=1, rounds=1, updates=1, micro_batches=1)
+    few = dict(strategies="ddp,scratch_overlap", ranks=2, rounds=1, steps=4, tokens=tokens)
     _, result = run("grad_sync", tmp_path, "grad_sync", "cost", **few)
-    assert [row["strategy"] for row in result["rows"]] == ["ddp", "exact", "scratch_overlap"]
+    assert list(result["update_ms_each"]) == ["ddp on 2", "scratch_overlap on 2"]
 
 
 @pytest.mark.slow
