@@ -48,12 +48,12 @@ RETIRED: dict[str, tuple[Any, str]] = {
 class RunConfig:
     name: str = ""
     """Name of the run, which is stored in OUT_DIR/NAME. Empty: the preset's file name."""
-    out_dir: str = "runs"
-    """Directory that holds all runs."""
     seed: Seed = 1337
     """Seed for initialization, data order and dropout."""
     resume: str = "auto"
     """auto: continue from the newest intact checkpoint; off: start over; PATH: start a new run from another checkpoint."""
+    out_dir: str = "runs"
+    """Directory that holds all runs."""
     max_minutes: Annotated[float, Meta(ge=0, le=10**9)] = 0.0
     """Save and stop with exit status 75 this many minutes after the start (0: no limit)."""
 
@@ -62,47 +62,47 @@ class RunConfig:
 class DataConfig:
     tokens: str = "tokens/python"
     """A dataset directory, or a weighted mixture such as tokens/web:0.8,tokens/code:0.2 (a preset may use a list)."""
+    attend: Literal["window", "document"] = "window"
+    """Whether tokens attend to all earlier tokens in the window, or only to those in the same document."""
+    order: Literal["shuffled", "sequential"] = "shuffled"
+    """Order of the windows within an epoch."""
     phase: str = ""
     """Switch to another mixture after a step, such as 8000:tokens/web:0.5,tokens/math:0.5.
     Several phases go in one list, such as 8000:tokens/web,9000:tokens/math. A run that continues may add future phases."""
-    order: Literal["shuffled", "sequential"] = "shuffled"
-    """Order of the windows within an epoch."""
     skip_steps: str = ""
     """Skip the batches of these steps, such as 812-815,990. When a run continues, you may add future steps."""
-    attend: Literal["window", "document"] = "window"
-    """Whether tokens attend to all earlier tokens in the window, or only to those in the same document."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     architecture: Literal[tuple(ARCHITECTURES)] = "gpt2"
     """The same arithmetic as transformers' class of this name."""
-    vocab_size: Size | Auto = "auto"
-    """Rows of the embedding. auto: the dataset's vocabulary, padded to a multiple of 128."""
     n_layer: Annotated[int, Meta(gt=0, le=1 << 12)] = 12
     n_head: Annotated[int, Meta(gt=0, le=1 << 16)] = 12
-    n_kv_head: Size | Auto = "auto"
-    """Key/value heads for grouped-query attention. auto: n_head."""
     n_embd: Size = 768
     """Width of the residual stream."""
-    head_dim: FileOnly[Size | Auto] = "auto"
-    """Width of a head. auto: n_embd / n_head, the only choice for gpt2."""
-    d_ff: Size | Auto = "auto"
-    """Width inside the MLP. auto: 4 n_embd for gpt2, else 8/3 n_embd rounded up to a multiple of 64."""
     seq_len: Size = 1024
     """Context length T in tokens."""
     dropout: Fraction = 0.0
+    init_from: str = "scratch"
+    """scratch, or a Hugging Face model directory or Hub id to take weights and shape from."""
+    vocab_size: Size | Auto = "auto"
+    """Rows of the embedding. auto: the dataset's vocabulary, padded to a multiple of 128."""
+    n_kv_head: Size | Auto = "auto"
+    """Key/value heads for grouped-query attention. auto: n_head."""
+    d_ff: Size | Auto = "auto"
+    """Width inside the MLP. auto: 4 n_embd for gpt2, else 8/3 n_embd rounded up to a multiple of 64."""
     tie_embeddings: bool = True
     """Share the embedding with the output layer."""
+    head_dim: FileOnly[Size | Auto] = "auto"
+    """Width of a head. auto: n_embd / n_head, the only choice for gpt2."""
+    gelu: FileOnly[Literal["tanh", "erf"]] = "tanh"
+    """For gpt2. tanh: GPT-2's approximation of GELU; erf: exact GELU, as in nanoGPT."""
+    norm_eps: FileOnly[Annotated[float, Meta(gt=0, le=1)]] = 1e-5
     rope_theta: FileOnly[Annotated[float, Meta(gt=0, le=10**12)]] = 10000.0
     """Base of the rotary frequencies (not for gpt2)."""
     rope_scaling: FileOnly[str] = "none"
     """none, or Llama 3's four values: factor, low_freq_factor, high_freq_factor, original context length, as in 8,1,4,8192."""
-    gelu: FileOnly[Literal["tanh", "erf"]] = "tanh"
-    """For gpt2. tanh: GPT-2's approximation of GELU; erf: exact GELU, as in nanoGPT."""
-    norm_eps: FileOnly[Annotated[float, Meta(gt=0, le=1)]] = 1e-5
-    init_from: str = "scratch"
-    """scratch, or a Hugging Face model directory or Hub id to take weights and shape from."""
 
     @property
     def record(self) -> Architecture:
@@ -137,25 +137,25 @@ class OptimConfig:
     """muon: Muon for the hidden matrices, AdamW for everything else."""
     lr: Annotated[float, Meta(gt=0, le=1000)] = 6e-4
     """Peak learning rate."""
-    min_lr: Annotated[float, Meta(ge=0, le=1000)] | Auto = "auto"
-    """Final learning rate. auto: lr / 10 for cosine, else 0."""
     warmup_steps: Annotated[int, Meta(ge=0, le=10**12)] | Auto = "auto"
     """Steps of linear warmup. auto: 2 % of all steps."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """wsd: warmup, stable, then linear decay over the last cooldown_fraction of the steps."""
-    cooldown_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.2
-    decay_steps: Count = 0
-    """Finish a run from a checkpoint: decay as in wsd over this many steps, then end. Sets --schedule and --steps."""
+    min_lr: Annotated[float, Meta(ge=0, le=1000)] | Auto = "auto"
+    """Final learning rate. auto: lr / 10 for cosine, else 0."""
     weight_decay: Annotated[float, Meta(ge=0, le=1000)] = 0.1
     """Decoupled; applied only to tensors with two or more dimensions."""
+    grad_clip: Annotated[float, Meta(ge=0, le=10**12)] = 1.0
+    """Clip the global gradient norm to this (0: no clipping)."""
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
+    cooldown_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    decay_steps: Count = 0
+    """Finish a run from a checkpoint: decay as in wsd over this many steps, then end. It sets the schedule and the steps."""
     momentum: FileOnly[Fraction] = 0.95
     """Muon's momentum."""
     muon_dtype: FileOnly[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Precision in which Muon orthogonalizes its updates. auto: bfloat16 if that is fast here."""
-    grad_clip: Annotated[float, Meta(ge=0, le=10**12)] = 1.0
-    """Clip the global gradient norm to this (0: no clipping)."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Keep only each block's input for the backward pass and recompute the rest: much less memory, a third more compute."""
     threads: Annotated[int, Meta(gt=0, le=1 << 12)] | Auto = "auto"
-    """CPU threads per rank. auto: cores // local ranks (without torchrun: OMP_NUM_THREADS), or 1 under --strategy=exact."""
+    """CPU threads per rank. auto: cores // local ranks (without torchrun: OMP_NUM_THREADS), or 1 under exact."""
     deterministic: FileOnly[bool] = True
     """Use only CUDA kernels that give the same bits every time. CPU kernels always do."""
 
@@ -226,22 +226,22 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep (0: all)."""
     keep_best: Count = 1
     """Also keep this many checkpoints with the lowest validation loss."""
-    async_save: bool = True
-    """Write checkpoints in the background; training waits only for the copy to host memory."""
     mirror: str = ""
     """Copy each checkpoint to this URL, such as s3://bucket/run (anything that fsspec opens).
     On an empty disk, the run continues from there."""
+    async_save: bool = True
+    """Write checkpoints in the background; training waits only for the copy to host memory."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
     log_every: Steps = 10
     """Steps between lines in metrics.jsonl and on the console."""
-    tensorboard: bool = False
-    """Also write the metrics for TensorBoard in the run's directory."""
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = ""
     """Empty: the environment variable WANDB_PROJECT, or else lockstep."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard in the run's directory."""
     profile: str = ""
     """Trace these updates (STEP:COUNT, such as 100:3), write a trace to the run's directory, and show where the time went."""
 
@@ -251,13 +251,13 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    numerics: NumericsConfig = field(default_factory=NumericsConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
 
     @property
     def skipped_batches(self) -> tuple[int, ...]:

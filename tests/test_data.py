@@ -128,7 +128,7 @@ def test_shares_are_contiguous_and_as_equal_as_can_be():
 
 
 def opened(tokens, phase=""):
-    return data.open_mixture(DataConfig(tokens, phase))
+    return data.open_mixture(DataConfig(tokens, phase=phase))
 
 
 def make(directory, vocab_size=300, train=(500, 300), val=(200,)):

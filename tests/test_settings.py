@@ -304,8 +304,8 @@ def test_a_refused_command_says_what_would_work_on_any_terminal():
     assert refused.stdout == ""
     assert refused.stderr.splitlines() == [
         "error: --seed must be INTEGER, not 'x\\xe9'",
-        "       --lr must be NUMBER, not ''",
         "       --steps must be INTEGER, not 'many'",
+        "       --lr must be NUMBER, not ''",
         "       --wandb must be off|offline|online, not 'on'",
     ]
     refused = run("--weight-decy=3", "--batch_size", "4", "x", "--max-iters=9", "--lr=1e", "--seed=1", "--seed=2")
