@@ -22,7 +22,7 @@ PORTABLE = {"dtype": "float32", "muon_dtype": "float32", "compile": "off"}
 EFFECTS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "min_lr": (lambda c: c.optim.schedule != "constant" or c.optim.decay_steps > 0, "with --schedule=constant"),
     "cooldown_fraction": (
-        lambda c: c.optim.schedule == "wsd" and not c.optim.decay_steps,
+        lambda c: c.optim.schedule not in ("cosine", "constant") and not c.optim.decay_steps,
         "without --schedule=wsd, or with --decay_steps",
     ),
     **dict.fromkeys(
