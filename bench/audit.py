@@ -5,7 +5,7 @@ python bench/audit.py lockstep|exact|nanogpt|trainer|litgpt|... [--path=CHECKOUT
 The trainer's own command trains a tiny model on the CPU, for 32 updates of 12 sequences, with a checkpoint every 8. It runs
 twice on one rank, then on two ranks and on three. It also resumes: after SIGKILL, after SIGTERM, after a kill while saving,
 with a flipped bit in a checkpoint, and on two ranks. bench/probe records the sequences of each update and stops the run. The
-trainer's files stay unchanged. Adds a row to audit.json, which bench/audit_page.py turns into docs/audit.md.
+trainer's files stay unchanged. Adds a row to audit.json, which bench/figures.py turns into docs/audit.md.
 """
 
 import json
@@ -192,9 +192,8 @@ def flip(checkpoint: Path, weights: dict) -> None:
 def failure(output: str) -> str:
     """The line of an output that says why the command failed, without paths."""
     others = ("ChildFailedError", "Connection closed by peer")  # how the launcher and other ranks report one rank's failure
-    lines = [line for line in FAILURE.findall(output) if not any(other in line for other in others)] or re.findall(
-        r".*\w.*", output
-    )[-1:]
+    lines = [line for line in FAILURE.findall(output) if not any(other in line for other in others)]
+    lines = lines or re.findall(r".*\w.*", output)[-1:]
     return re.sub(r"(?<![\w.])/[^\s:,'\"]*/", "", (lines or ["no output"])[-1]).strip()[:200]
 
 

@@ -115,9 +115,8 @@ class Lockstep(Trainer):
 
     def command(self, run: Path, ranks: int, resume: bool) -> list:
         flags = machine.TINY | dict(tokens=self.work / "tokens", out_dir=run, name="run", vocab_size=256)
-        flags |= dict(
-            strategy=self.strategy, steps=STEPS, save_every=SAVE, eval_every=SAVE, eval_tokens=640, lr=1e-3, warmup_steps=2
-        )
+        flags |= dict(strategy=self.strategy, steps=STEPS, save_every=SAVE, eval_every=SAVE, eval_tokens=640)
+        flags |= dict(lr=1e-3, warmup_steps=2)
         flags |= dict(seq_len=LENGTH, micro_batch_size=MICRO, tokens_per_update=BATCH * LENGTH, dropout=0.1)
         return [*self.launcher(ranks), *machine.arguments(**flags)]
 

@@ -70,9 +70,8 @@ TITLES = {
 SMALL = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=256, seq_len=256, tokens_per_update=16384, lr=1e-3)
 SMALL |= dict(threads=1, optimizer="adamw", schedule="constant", warmup_steps=0, micro_batch_size=8, steps=12, save_every=4)
 # Settings of every model under --tiny.
-TINY = dict(
-    compile="off", n_layer=2, n_head=2, n_embd=32, seq_len=32, d_ff=64, tokens_per_update=256, micro_batch_size=2, threads=1
-)
+TINY = dict(compile="off", n_layer=2, n_head=2, n_embd=32, seq_len=32, d_ff=64, tokens_per_update=256)
+TINY |= dict(micro_batch_size=2, threads=1)
 
 
 class Impossible(Exception):
@@ -304,16 +303,8 @@ def main(args: list[str]) -> int:
             print(f"{TITLES[name]}  ({answer['seconds']} s)\n    {answer['words']}", flush=True)
 
         scale, deadline = max(1.0, options.minutes / MINUTES), time.monotonic() + 60 * options.minutes
-        bench = Bench(
-            record["answers"],
-            facts["datasheet_flops"],
-            folder,
-            "cpu" if tiny else "cuda",
-            tiny,
-            deadline,
-            scale,
-            options.nanogpt,
-        )
+        device, peak = "cpu" if tiny else "cuda", facts["datasheet_flops"]
+        bench = Bench(record["answers"], peak, folder, device, tiny, deadline, scale, options.nanogpt)
         wanted = [name for name in TITLES if re.search(options.ask, name)]
         new = [name for name in wanted if name not in record["answers"]]
         ask_together({name: question for name, question in about_bits(bench).items() if name in new}, bench, keep)

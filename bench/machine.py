@@ -237,6 +237,7 @@ def describe() -> dict:
         "versions": versions,
         "commit": output_of("git", "describe", "--always", "--dirty"),
         "load before": LOAD,
+        "load after": [round(load, 2) for load in os.getloadavg()],
     }
 
 

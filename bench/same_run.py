@@ -42,11 +42,9 @@ def main(config: SameRunConfig) -> int:
     with machine.workspace() as runs:
         ranks = [*range(1, config.max_ranks + 1), None]
         groups = {strategy: [train(config, strategy, n, runs) for n in ranks] for strategy in strategies}
-    rows = [
-        {**row, "metrics": len(row["metrics"]), "largest_distance": max(drift(row, rows[0]))}
-        for rows in groups.values()
-        for row in rows
-    ]
+    rows = []
+    for group in groups.values():
+        rows += [row | {"metrics": len(row["metrics"]), "largest_distance": max(drift(row, group[0]))} for row in group]
     result = {"flags": FLAGS, "steps": config.steps, "same": {name: all_the_same(rows) for name, rows in groups.items()}}
     print(path := machine.write("same_run", result | {"runs": rows}, config.out))
     draw(groups, path.with_suffix(".png"))

@@ -1,6 +1,6 @@
 """How fast is training, compared with other trainers and with the machine?
 
-python bench/speed.py steps|known [--flag=value ...]
+python bench/speed.py steps|known|portable [--flag=value ...]
 """
 
 import functools
@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -30,6 +31,12 @@ SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
 SEQ_LEN, BATCH = 256, 8
 STEPS = 30  # updates per run; the first ten do not count
 KNOWN_LOSS = 1.4697
+
+# Of `portable`: nanoGPT's model, and what every run has.
+GPT2 = dict(architecture="gpt2", n_layer=6, n_head=6, n_embd=384, seq_len=256, vocab_size=128, optimizer="adamw", lr=1e-3)
+ONE_THREAD = dict(
+    preset="config/laptop.toml", dtype="float32", compile="off", threads=1, device="cpu", eval_every=0, save_every=0
+)
 
 
 @dataclass(frozen=True)
@@ -107,9 +114,8 @@ def peer_speed(peer: Trainer) -> float:
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir()
     packages = os.pathsep.join(peer.packages)
-    environment = machine.environment(
-        **peer.variables, CUDA_VISIBLE_DEVICES="", **({"PYTHONPATH": packages} if packages else {})
-    )
+    variables = peer.variables | ({"PYTHONPATH": packages} if packages else {})
+    environment = machine.environment(**variables, CUDA_VISIBLE_DEVICES="")
     command = [str(part) for part in peer.command(run, 1, False)]
     done = subprocess.run(command, cwd=peer.folder, env=environment, capture_output=True, text=True)
     milliseconds = [float(text) for text in re.findall(peer.step_ms, done.stdout, re.MULTILINE)]
@@ -184,5 +190,42 @@ def known(config: KnownConfig) -> int:
     return int(any(row["minutes to 1.4697"] is None for row in rows))
 
 
+@dataclass(frozen=True)
+class PortableConfig(machine.Options):
+    rounds: int = 5
+
+
+def portable(config: PortableConfig) -> None:
+    """What does --numerics=portable cost? python bench/speed.py portable
+
+    Compares the CPU time of an update with native float32, on one rank and one thread, in turns. Uses the laptop preset, and
+    nanoGPT's 10.65 M model with 16 sequences per update. CPU time counts only our process, but other programs still slow it
+    down by sharing memory and caches. Writes portable_speed.json.
+    """
+    machine.prepare_tokens(config.tokens)
+    result = {}
+    with machine.workspace() as folder:
+        machine.make_tokens(folder / "bytes", 2_000_000, 65)
+        gpt2 = GPT2 | dict(tokens=folder / "bytes", tokens_per_update=4096)
+        for name, flags in {"laptop": dict(tokens=config.tokens), "10.65 M": gpt2}.items():
+            flags |= ONE_THREAD | dict(out_dir=folder, preset="config/laptop.toml")
+            contenders = {kind: functools.partial(cpu_seconds, flags | dict(numerics=kind)) for kind in ("native", "portable")}
+            seconds = in_turns(config.rounds, contenders)
+            costs = ratio(seconds["portable"], seconds["native"])
+            result[name] = {kind: spread(values) for kind, values in seconds.items()} | {"ratio": costs}
+            print(f"{name}: portable takes {costs:.2f} times native's CPU time")
+    print(machine.write("portable_speed", result, config.out))
+
+
+def cpu_seconds(flags: dict, updates: int = 4) -> float:
+    """The CPU time of an update: what a run of some more updates takes beyond a run of one."""
+    used = [resource.getrusage(resource.RUSAGE_CHILDREN)]
+    for steps in (1, 1 + updates):
+        machine.run(**flags, steps=steps, resume="off", name=f"{Path(flags['tokens']).name}-{flags['numerics']}-{steps}")
+        used.append(resource.getrusage(resource.RUSAGE_CHILDREN))
+    before, one, more = (usage.ru_utime + usage.ru_stime for usage in used)
+    return (more - one - (one - before)) / updates
+
+
 if __name__ == "__main__":
-    machine.choose(__doc__, steps=(StepsConfig, steps), known=(KnownConfig, known))
+    machine.choose(__doc__, steps=(StepsConfig, steps), known=(KnownConfig, known), portable=(PortableConfig, portable))
