@@ -119,7 +119,7 @@ class Mixture:
     def _identity(self, identities: list[str]) -> str:
         words = []
         for step, shares in self.phases:
-            # Shares are hashed in units of 1/2^24, as earlier versions had them.
+            # Shares are hashed in units of 1/2^24, because the identity was recorded so when shares could be that fine.
             parts = [(i, identities[i], share * 4096) for i, share in enumerate(shares) if share]
             if step:
                 words.append(f"{step}:{digest(parts)}")
@@ -155,11 +155,9 @@ class Mixture:
         The mean is always weighted by the shares of --tokens, so that it stays comparable across phases. Bits per byte is None
         if a dataset's size in bytes is unknown.
         """
-        parts = [
-            (share / BLOCK, loss, data) for share, loss, data in zip(self.shares, losses, self.datasets, strict=True) if share
-        ]
-        mean = sum(weight * loss for weight, loss, _ in parts)
-        sizes = [weight * dataset.bytes_per_token for weight, _, dataset in parts]
+        parts = [part for part in zip(self.shares, losses, self.datasets, strict=True) if part[0]]
+        mean = sum(share / BLOCK * loss for share, loss, _ in parts)
+        sizes = [share / BLOCK * dataset.bytes_per_token for share, _, dataset in parts]
         record = {"val_loss": mean, "val_bpb": mean / math.log(2) / sum(sizes) if all(sizes) else None}
         for name, dataset, loss in zip(self.names, self.datasets, losses, strict=True):
             if len(self.datasets) > 1:
@@ -190,10 +188,7 @@ def parse_mixtures(config: DataConfig) -> list[tuple[int, str, list[tuple[str, F
 
 def directories(config: DataConfig) -> list[str]:
     """Return the directories named by --tokens and --phase, without duplicates. Raises UserError."""
-    found = []
-    for _, _, parts in parse_mixtures(config):
-        found += [directory for directory, _ in parts if directory not in found]
-    return found
+    return list(dict.fromkeys(directory for _, _, parts in parse_mixtures(config) for directory, _ in parts))
 
 
 def open_mixture(config: DataConfig, vocab_size: int | Auto = "auto") -> Mixture:

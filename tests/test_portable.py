@@ -66,7 +66,7 @@ def test_pretrained_weights_are_taken_and_a_loss_that_is_not_finite_is_found(tra
     execute(train.command("sse", **FLAGS | shape), env=SSE, fork=False)
     train.assert_same("sse", "on")
     code = "run.engine.module.norm.weight.data[0] = float('nan')"
-    few = "from lockstep.reports import progress; progress.MOST_SKIPPED = 2"
+    few = "from lockstep.reports import progress; progress.MOST_IN_A_ROW = 2"
     train.changed(few + before_update(1, code), "nan", **FLAGS, status=1)
     assert "step 2: skipped the update, because its gradient is not finite" in train.log("nan")
 

@@ -258,9 +258,9 @@ def test_a_node_that_joins_an_elastic_run_changes_no_bit(train):
     train.assert_same("nodes", "one")
 
 
-MOST_SKIPPED = """
+MOST_IN_A_ROW = """
 from lockstep.reports import progress
-progress.MOST_SKIPPED = {}
+progress.MOST_IN_A_ROW = {}
 """
 POISONED = """
 calls = []
@@ -299,7 +299,7 @@ def test_an_infinite_gradient_skips_the_update_of_exact_on_all_ranks(train):
 
 
 def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train):
-    done = train.changed(MOST_SKIPPED.format(3) + POISONED.format(bad="len(calls) > 7 * 12"), "nan", steps=20, status=1)
+    done = train.changed(MOST_IN_A_ROW.format(3) + POISONED.format(bad="len(calls) > 7 * 12"), "nan", steps=20, status=1)
     assert "skipped 4 updates in a row with non-finite gradients" in done.stderr and "Traceback" not in done.stderr
     newest = train.latest("nan").resolve()
     assert retention.find_damage(newest) is None and f"checkpoints are in {newest.parent}" in done.stderr
@@ -311,7 +311,7 @@ def test_weights_that_no_update_improves_push_out_no_good_checkpoint(train, save
     flags = dict(architecture="gpt2", keep_last=1, keep_best=0, eval_every=0, save_every=save_every, warmup_steps=0)
     train("run", steps=6, **flags)
     checkpoints = train.runs / "run" / "checkpoints"
-    train.changed(MOST_SKIPPED.format(9) + POISONED.format(bad=bad), "run", status=1, steps=60, lr=lr, **flags)
+    train.changed(MOST_IN_A_ROW.format(9) + POISONED.format(bad=bad), "run", status=1, steps=60, lr=lr, **flags)
     assert (checkpoints / "step-00000006").exists() and len(retention.published(checkpoints)) < 4
     stopped = before_update("run.state.step", "len(calls) == 36 and os.kill(os.getpid(), 15)")  # saves what is bad
     train.changed(POISONED.format(bad="True") + stopped, "run", status=75, steps=60, lr=lr, **flags)

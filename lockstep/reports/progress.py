@@ -17,7 +17,7 @@ from lockstep.reports import curves
 from lockstep.reports.log import Log, duration
 from lockstep.settings import Config
 
-MOST_SKIPPED = 30  # a run ends if more updates in a row are skipped
+MOST_IN_A_ROW = 30  # a run ends if more updates in a row are skipped
 DRAW_SECONDS, DRAW_SHARE = 20, 0.02  # seconds between redraws, which hold up training, and their largest share of the time
 
 
@@ -48,7 +48,7 @@ class Progress:
         if self.skipped_in_a_row:
             count = f"{self.skipped_in_a_row} in a row, {state.skipped} in all"
             self.log.warn(f"step {state.step}: skipped the update, because its gradient is not finite ({count})")
-        if self.skipped_in_a_row > MOST_SKIPPED:
+        if self.skipped_in_a_row > MOST_IN_A_ROW:
             found = f"skipped {self.skipped_in_a_row} updates in a row with non-finite gradients"
             way_out = "lower --lr, or try --dtype=float32; if the newest checkpoint fails, too, start from an earlier one with"
             raise RunError(f"{found}; {way_out} --name=NEW --resume=PATH; checkpoints are in {self.log.directory}/checkpoints")
