@@ -25,13 +25,12 @@ if __name__ == "__main__":
     command.run("lesson", parse)
 
 import statistics
-import tempfile
+import sys
 import time
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -195,16 +194,11 @@ class Forgetful(ScratchAllReduce):
             dist.all_reduce(parameter.grad)
 
 
-def of_rank(rank: int, world_size: int, meeting: str) -> None:
-    """The lesson on one of the ranks that `main` starts. They find each other through the file `meeting`."""
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
-    lesson()
-
-
 def main(config: argparse.Namespace) -> None:
-    """Run the lesson as a rank of torchrun, or else start the ranks."""
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-        return lesson()
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(of_rank, (config.world_size, f"{folder}/meeting"), config.world_size)
+    """Run the lesson as one of torchrun's ranks, or else start torchrun."""
+    if "RANK" not in os.environ:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={config.world_size}"]
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun would, with a warning
+        os.execv(sys.executable, [sys.executable, *torchrun, __file__])
+    dist.init_process_group("gloo")
+    lesson()
