@@ -60,7 +60,7 @@ import train
 from lockstep import settings
 from lockstep.checkpoints import checkpoint, lookup, retention
 from lockstep.checkpoints.checkpoint import Era, TrainState, take_snapshot
-from lockstep.checkpoints.start import Start, search
+from lockstep.checkpoints.resume import Start, search
 from lockstep.common.errors import UserError, one_line, plural, say
 from lockstep.common.steps import mixtures_seen
 from lockstep.dataset.tokenizer import load_if_readable

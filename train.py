@@ -31,7 +31,9 @@ def read_command(args: list[str]) -> Config:
     return config
 
 
-if __name__ == "__main__":  # answer --help, --plan and bad flags before importing torch, which takes seconds
+# `python train.py` reads its flags here, then imports this file as the module `train` and calls `main`. So it answers --help,
+# --plan and bad flags before it imports torch, which takes seconds.
+if __name__ == "__main__":
     command.run("train", read_command)
 
 import gc
@@ -55,8 +57,7 @@ from lockstep.hardware import device as devices
 from lockstep.hardware.host import read_ranks
 from lockstep.numerics import optim
 from lockstep.parallel import wrap
-from lockstep.parallel.engine import Engine
-from lockstep.parallel.strategy import Strategy
+from lockstep.parallel.engine import Engine, Strategy
 from lockstep.parallel.world import Stop, World, connect
 from lockstep.planning import startup
 from lockstep.reports.log import Log
@@ -199,7 +200,7 @@ def train(run: Run) -> int:
     """Update until the last step, saving, evaluating and reporting along the way. Returns the exit status."""
     config, world, engine, state, log = run.config, run.world, run.engine, run.state, run.log
     steps, loss = config.train.steps, 0.0
-    if state.step == steps == run.evaluated_at == run.scored_at:
+    if state.step == steps and steps == run.evaluated_at == run.scored_at:  # nothing is left to do
         run.checkpoints.finish(state, final=True)  # tells the mirror, which may lack a checkpoint
         run.progress.done(state, run.dataset, run.val_loss)
         return 0
@@ -216,7 +217,8 @@ def train(run: Run) -> int:
     while True:
         if due(COLLECT_EVERY, state.step):
             gc.collect()
-        last, (stopping, overdue) = state.step >= steps, stop.agreed()  # the answer to `ask` from before the last update
+        last = state.step >= steps
+        stopping, overdue = stop.agreed()  # what the ranks answered to `ask`, during the last update
         if due(config.parallel.check_replicas_every, state.step):
             engine.check_replicas()  # before a save, so that wrong weights are never saved
         run.checkpoints.save(state, last or stopping, overdue)
@@ -233,6 +235,7 @@ def train(run: Run) -> int:
             began, waited = time.perf_counter(), prefetcher.wait_seconds
             loss, grad_norm = update(run, prefetcher)
             seconds, waited = time.perf_counter() - began, prefetcher.wait_seconds - waited
+        # To the console, metrics.jsonl and wandb
         run.progress.updated(state, loss, grad_norm, engine.optimizers.lr, seconds, waited)
         if due(config.eval.sample_every, state.step):
             seed = data.dropout_seed(config.run.seed, state.step, config.micro_batches)  # not used by any micro-batch

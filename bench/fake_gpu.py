@@ -152,7 +152,7 @@ def updates(config, ranks: int):
 
     import train
     from lockstep.checkpoints.checkpoint import TrainState
-    from lockstep.checkpoints.start import Start
+    from lockstep.checkpoints.resume import Start
     from lockstep.parallel.world import World
     from watch import Watch
 

@@ -21,7 +21,7 @@ import replay as replay_py
 import train as train_py
 from conftest import content, execute, foreign_tokens
 from lockstep import settings
-from lockstep.checkpoints import checkpoint, retention, start
+from lockstep.checkpoints import checkpoint, resume, retention
 from lockstep.common import errors
 from lockstep.common.errors import RunError, UserError
 from lockstep.dataset.tokens import Stream
@@ -135,7 +135,7 @@ def test_skipped_batches_are_left_out_and_nothing_else():
     skipping = data.Batches([stream], ((0, (data.BLOCK,)),), 16, 4, 2, seed=1, skipped=config.skipped_batches)
     assert [skipping.first_sequence(step) // 4 for step in range(5)] == [1, 4, 5, 7, 8]
     assert (skipping.batch(1, 1) == plain.batch(4, 1)).all()
-    assert start.seen_by(2, (0, 2, 3, 6)) == [0, 2, 3] and start.seen_by(2, (2,)) == []
+    assert resume.seen_by(2, (0, 2, 3, 6)) == [0, 2, 3] and resume.seen_by(2, (2,)) == []
 
 
 @pytest.mark.parametrize("wrong", ["x", "5-", "-5", "0", "3--4", "7-5", "1-2-3"])

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from lockstep.common.errors import RunError
 from lockstep.numerics import optim
 from lockstep.numerics.optim import all_gather_single, local
+from lockstep.parallel.engine import Strategy
 from lockstep.parallel.from_scratch import Buckets, register_hooks, views
 from lockstep.parallel.shares import gather_own, share_of
-from lockstep.parallel.strategy import Strategy
 from lockstep.parallel.world import World
 from lockstep.strategies import EXACT_BLOCK
 

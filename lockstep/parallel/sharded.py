@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lockstep.numerics import optim
-from lockstep.parallel.strategy import Strategy
+from lockstep.parallel.engine import Strategy
 from lockstep.parallel.world import World
 from lockstep.settings import ParallelConfig
 

@@ -8,10 +8,9 @@ from torch import nn
 
 from lockstep.hardware.device import DTYPES
 from lockstep.numerics.optim import load_rows
-from lockstep.parallel.engine import is_sharded
+from lockstep.parallel.engine import Strategy, is_sharded
 from lockstep.parallel.exact import ExactSums
 from lockstep.parallel.from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
-from lockstep.parallel.strategy import Strategy
 from lockstep.parallel.world import World
 from lockstep.settings import Config
 

@@ -40,7 +40,7 @@ class Machines:
 def from_start(asked: Config, start) -> Config:
     """Fill in what the start determines: the model's shape, the schedule, and the run's origin. Raises UserError.
 
-    start: a `checkpoints.start.Start`.
+    start: a `checkpoints.resume.Start`.
     """
     config = asked
     if config.model.init_from != "scratch":

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from lockstep import command, settings
-from lockstep.checkpoints import checkpoint
-from lockstep.checkpoints import start as starts
-from lockstep.checkpoints.start import Start
+from lockstep.checkpoints import checkpoint, resume
+from lockstep.checkpoints.resume import Start
 from lockstep.common import errors, files
 from lockstep.common.cli import flat_values
 from lockstep.common.errors import PIP, RunError, UserError, plural
@@ -57,7 +56,7 @@ def prepare(asked: Config, dataset, world: World, log: Log) -> Setup:
     mirror = None
     if asked.checkpoint.mirror:
         mirror = errors.extra("--mirror", "mirror").Mirror(asked.checkpoint.mirror, log)
-    start = starts.find_start(log.directory, asked.run.resume, asked.model.init_from, dataset, world, mirror)
+    start = resume.find_start(log.directory, asked.run.resume, asked.model.init_from, dataset, world, mirror)
     state = start.state
     previous = state.settings  # of the run, as far as its bits depend on them
     if not start.continues:
@@ -68,8 +67,8 @@ def prepare(asked: Config, dataset, world: World, log: Log) -> Setup:
     versions = checkpoint.versions(config, world.device)
     notes = list(start.notes)
     if world.is_master and not start.continues:
-        notes += starts.describe_loss(log.directory, state.step, config)
-    notes += [*kept, *starts.check_changes(start, config, dataset.identity, versions), *compare(config, world, versions)]
+        notes += resume.describe_loss(log.directory, state.step, config)
+    notes += [*kept, *resume.check_changes(start, config, dataset.identity, versions), *compare(config, world, versions)]
     if state.step < config.train.steps:
         notes += check(config, world)
     return Setup(asked, config, start, mirror, notes)
