@@ -197,7 +197,7 @@ def failure(output: str) -> str:
     return re.sub(r"(?<![\w.])/[^\s:,'\"]*/", "", (lines or ["no output"])[-1]).strip()[:200]
 
 
-def audit(name: str, config: AuditConfig) -> int:
+def audit(name: str, config: AuditConfig) -> None:
     """Examine one trainer, and add its row to audit.json."""
     kind = audit_trainers.TRAINERS[name]
     if kind.repository and not Path(config.path, kind.proof).exists():
@@ -222,7 +222,6 @@ def audit(name: str, config: AuditConfig) -> int:
         row["found"] = rows.get(name, {}).get("found", {}) | exam.found
     print(machine.write("audit", {"trainers": rows | {name: row}}, config.out))
     print(json.dumps(row, indent=2))
-    return 0
 
 
 def text() -> str:

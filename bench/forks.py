@@ -78,11 +78,11 @@ def fork_ranks(ranks: int, work: Callable[[], int], new_group: bool = False) -> 
     return pids
 
 
-def exit_with(work: Callable[[], int]) -> NoReturn:
-    """End this process with the status that `work` returns or exits with, or with 1 and a traceback if it raises."""
+def exit_with(work: Callable[[], int | None]) -> NoReturn:
+    """End this process with the status that `work` returns or exits with (None: 0), or with 1 and a traceback if it raises."""
     status = 1
     try:
-        status = work()
+        status = work() or 0
     except SystemExit as end:
         status = end.code or 0
     except BaseException:

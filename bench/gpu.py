@@ -263,16 +263,10 @@ def ask_together(listed: dict[str, tuple[float, Callable[[float], dict]]], bench
         if pid := os.fork():
             asked[pid] = name
         else:
-            forks.exit_with(lambda: write_answer(bench.folder / name, answered(ask, limit)))  # noqa: B023  called at once
+            forks.exit_with(lambda: publish_text(bench.folder / name, json.dumps(answered(ask, limit))))  # noqa: B023
     while asked:
         name = asked.pop(os.wait()[0])
         keep(name, json.loads((bench.folder / name).read_text()))
-
-
-def write_answer(path: Path, answer: dict) -> int:
-    """Write an answer for the process that waits for it. Returns the exit status 0."""
-    path.write_text(json.dumps(answer))
-    return 0
 
 
 def main(args: list[str]) -> int:

@@ -45,7 +45,6 @@ def cost(config: CostConfig) -> None:
     pairs = [(strategy, int(ranks)) for ranks in config.ranks.split(",") for strategy in config.strategies.split(",")]
     measure = {f"{strategy} on {ranks}": functools.partial(update_ms, config, strategy, ranks) for strategy, ranks in pairs}
     each = machine.in_turns(config.rounds, measure)
-    print(machine.table(["", "ms"], [[name, statistics.median(values)] for name, values in each.items()]))
     print(machine.write(config.name, {"update_ms_each": each}, config.out))
 
 

@@ -53,7 +53,7 @@ class StepsConfig(machine.Out):
     """Limit the processor to the instructions of an older one."""
 
 
-def steps(config: StepsConfig) -> int:
+def steps(config: StepsConfig) -> None:
     """How fast is an update, compared with other trainers and with the machine? python bench/speed.py steps --nanogpt=PATH ...
 
     Each contender trains with its own command, in turns. Models have 6 layers, 6 heads, a width of 384 and a context of 256. An
@@ -98,7 +98,6 @@ def steps(config: StepsConfig) -> int:
     result = {"tokens/s": {name: spread(values) for name, values in measured.items()}, "ratios": ratios, "others": versions}
     print(machine.write("tokens_per_second", result, config.out))
     print(*(f"{value:.2f}  {name}" for name, value in ratios.items()), sep="\n")
-    return 0
 
 
 def our_speed(tokens: Path, dtype: str, mode: str) -> float:
