@@ -154,50 +154,89 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
 
     dataset: the identity of the data. versions: of the software on this machine.
     """
+    if refused := forbidden_changes(start, config, dataset):
+        other_run = f"leave {Path(config.run.out_dir, config.run.name)} as it is and start a new run with --name=..."
+        way_out = other_run if start.continues else "use only the weights with --init_from=PATH, or leave out --resume"
+        refuse([*refused, f"restore these settings, or {way_out}"])
+    if start.state.step >= config.train.steps:
+        return []
+    return allowed_changes(start, config, dataset, versions)
+
+
+def changed_settings(start: Start, config: Config) -> list[str]:
+    """Return the names of the settings that differ from the checkpoint's."""
+    now, before = cli.flat_values(config), start.state.settings
+    return [name for name in now if name in before and now[name] != before[name]]
+
+
+def forbidden_changes(start: Start, config: Config, dataset: str) -> list[str]:
+    """Return a message for each setting that must be as it was."""
     state, own, done = start.state, start.continues, start.state.step
     now, before, was = cli.flat_values(config), state.settings, state.config
     fixed = FIXED if own else OF_WEIGHTS
-    changed = [name for name in now if name in before and now[name] != before[name]]
-    refused = [f"--{name}={now[name]}, but the checkpoint used {before[name]}" for name in changed if name in fixed]
-    saw, sees = (mixtures_seen(identity, done) for identity in (state.dataset or dataset, dataset))
-    other_tokens = saw[0] != sees[0]
-    if own and other_tokens:
-        refused.append(f"--tokens={now['tokens']} must hold the tokens that {was.data.tokens} held, in the same shares")
-    elif own and saw != sees:
-        first = min(map(step_of_phase, set(saw[1:]) ^ set(sees[1:])))
-        changes = f"--phase={now['phase']} changes the mixture of step {first + 1}, but {done} steps are done"
-        refused.append(f"{changes}; a new phase can begin after step {done} at the earliest")
-    skips_otherwise = seen_by(done, was.skipped_batches) != seen_by(done, config.skipped_batches)
-    skip = f"--skip_steps={config.data.skip_steps} changes the data of one of the {done} finished steps"
-    if own and skips_otherwise:
-        refused.append(f"{skip}; to leave that batch out, start a new run from an earlier checkpoint: --name=... --resume=PATH")
+    refused = []
+    for name in changed_settings(start, config):
+        if name in fixed:
+            refused.append(f"--{name}={now[name]}, but the checkpoint used {before[name]}")
+    if own:
+        saw, sees = (mixtures_seen(identity, done) for identity in (state.dataset or dataset, dataset))
+        if saw[0] != sees[0]:
+            refused.append(f"--tokens={now['tokens']} must hold the tokens that {was.data.tokens} held, in the same shares")
+        elif saw != sees:
+            first = min(map(step_of_phase, set(saw[1:]) ^ set(sees[1:])))
+            changes = f"--phase={now['phase']} changes the mixture of step {first + 1}, but {done} steps are done"
+            refused.append(f"{changes}; a new phase can begin after step {done} at the earliest")
+        if skips_otherwise(start, config):
+            way_out = "to leave that batch out, start a new run from an earlier checkpoint: --name=... --resume=PATH"
+            refused.append(f"{skips_a_done_step(start, config)}; {way_out}")
     least = done if own else done + 1  # a complete run may be started again; a new run must train
     if config.train.steps < least:
         refused.append(f"--steps={config.train.steps}, but {done} steps are done; --steps must be at least {least}")
-    if refused:
-        other_run = f"leave {Path(config.run.out_dir, config.run.name)} as it is and start a new run with --name=..."
-        way_out = other_run if own else "use only the weights with --init_from=PATH, or leave out --resume"
-        refuse([*refused, f"restore these settings, or {way_out}"])
-    if done >= config.train.steps:
-        return []
-    silent = SILENT | ({"shard_gradients"} if config.parallel.strategy == "exact" else set())  # does not affect its bits
-    silent |= {"threads"} if config.numerics.numerics == "portable" else set()
-    lines = [f"changed: {n} {str(before[n]) or 'none'} -> {str(now[n]) or 'none'}" for n in changed if n not in silent]
-    if config.parallel.strategy == "exact" and before.get("shard_gradients") == "on":
+    return refused
+
+
+def allowed_changes(start: Start, config: Config, dataset: str, versions: dict[str, str]) -> list[str]:
+    """Return a line for each change that a user should know of, because the run goes on otherwise than it began."""
+    state, done = start.state, start.state.step
+    now, before, was = cli.flat_values(config), state.settings, state.config
+    exact = config.parallel.strategy == "exact"
+    silent = set(SILENT)
+    if exact:
+        silent.add("shard_gradients")  # does not affect its bits
+    if config.numerics.numerics == "portable":
+        silent.add("threads")
+    lines = []
+    for name in changed_settings(start, config):
+        if name not in silent:
+            lines.append(f"changed: {name} {str(before[name]) or 'none'} -> {str(now[name]) or 'none'}")
+    if exact and before.get("shard_gradients") == "on":
         lines.append("note: --shard_gradients is for fsdp alone now; exact has the same bits without it, but needs more memory")
     if config.numerics.numerics == "native":  # bits depend on versions
         known = state.versions
         lines += [f"changed: {n} {known[n]} -> {new}" for n, new in versions.items() if n in known and known[n] != new]
-    if skips_otherwise and not other_tokens:
-        lines.append(f"warning: {skip}, and these weights have already seen it; start from an earlier checkpoint")
-    if other_tokens:
+    held, holds = (state.dataset or dataset).split(), dataset.split()  # the tokens, then the mixture of each phase
+    if held[0] != holds[0]:
         lines.append(f"changed: tokens {was.data.tokens} -> {now['tokens']}")
-    if (state.dataset or dataset).split()[1:] != dataset.split()[1:]:
+    elif skips_otherwise(start, config):
+        seen = "these weights have already seen it; start from an earlier checkpoint"
+        lines.append(f"warning: {skips_a_done_step(start, config)}, and {seen}")
+    if held[1:] != holds[1:]:
         lines.append(f"changed: phase {was.data.phase or 'none'} -> {now['phase'] or 'none'}")
     if done:
         schedule = settings.resolve_schedule(was.optim, was.train.steps)
         lines += warn_of_jump(done, (was.train.steps, schedule), (config.train.steps, config.optim))
     return lines
+
+
+def skips_otherwise(start: Start, config: Config) -> bool:
+    """Return whether --skip_steps leaves out other batches of the steps that are done."""
+    done = start.state.step
+    return seen_by(done, start.state.config.skipped_batches) != seen_by(done, config.skipped_batches)
+
+
+def skips_a_done_step(start: Start, config: Config) -> str:
+    """Return the beginning of a message about such a change."""
+    return f"--skip_steps={config.data.skip_steps} changes the data of one of the {start.state.step} finished steps"
 
 
 def seen_by(steps: int, skipped: tuple[int, ...]) -> list[int]:
