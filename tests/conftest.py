@@ -19,6 +19,7 @@ KEPT += r"|CC|CXX|\w*CPATH|\w*INCLUDE_PATH|LIBRARY_PATH|SDKROOT|CUDA_HOME|CUDA_P
 for variable in [name for name in os.environ if not re.fullmatch(KEPT, name)]:
     del os.environ[variable]
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # one test a core, and no thread before a fork
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin while they wait would take the cores of other tests
 os.environ["COLUMNS"] = "80"  # of --help
 os.environ["LC_ALL"] = "C.UTF-8"
 if sys.warnoptions:  # from PYTHONWARNINGS; the processes that tests start would inherit them
@@ -38,14 +39,16 @@ from forks import free_port
 from lockstep.checkpoints import retention
 from lockstep.common.files import publish_directory
 from lockstep.dataset.tokens import write_shard
+from lockstep.hardware.host import cores
 from machine import ROOT  # noqa: F401  for tests
 from model import initial_weights
 
 PATIENCE = 300  # seconds for what takes a few on an idle machine; a test that reaches them hangs
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so would what tests start
 hypothesis.settings.load_profile("ci")  # the same examples every time, without a deadline
-# 20 updates of 12 micro-batches of 2 x 16 tokens. One thread: as many tests as cores run side by side.
+# 20 updates of 6 micro-batches of 4 x 16 tokens. One thread: as many tests as cores run side by side.
 TINY = machine.TINY | dict(
+    micro_batch_size=4,
     steps=20,
     tokens_per_update=384,
     lr=1e-2,
@@ -93,10 +96,16 @@ def damage(path):
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
+def pytest_xdist_auto_num_workers():
+    """One more than there are cores, because many tests wait: for a limit, another process, or the disk."""
+    return cores() + 1
+
+
 def pytest_collection_modifyitems(items):
     """Begin with the files that take minutes: one that began last would keep a single core busy at the end."""
-    longest = ["test_same_run", "test_sharded", "test_nodes", "test_ladder", "test_readme", "test_foreign", "test_train"]
-    longest += ["test_gpu_bench", "test_slurm", "test_mixture", "test_bench"]
+    longest = ["test_gpu_bench", "test_same_run", "test_nodes", "test_fake_gpu", "test_sharded", "test_bench", "test_train"]
+    longest += ["test_mixture", "test_replay", "test_tasks", "test_lesson", "test_portable", "test_same", "test_sample"]
+    longest += ["test_moves", "test_ladder", "test_documents", "test_mirror", "test_readme", "test_slurm", "test_status"]
     items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
 
 
@@ -275,6 +284,12 @@ def fake_checkpoint(checkpoints, step):
     return retention.step_directory(checkpoints, step)
 
 
+def reseal(checkpoint):
+    """Rewrite the manifest of a changed checkpoint."""
+    (checkpoint / retention.MANIFEST).unlink()
+    retention.write_manifest(checkpoint)
+
+
 def content(directory):
     """The bytes of each file below a directory, by its path there."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in Path(directory).rglob("*") if path.is_file()}
@@ -359,6 +374,14 @@ def shared(tokens, tmp_path_factory):
     trainer = Trainer(tokens, tmp_path_factory.mktemp("shared") / "runs")
     execute(trainer.command("plain"), fork=False)  # as a user does
     return trainer
+
+
+@pytest.fixture(scope="session")
+def exported(shared, tmp_path_factory):
+    """The export of the run `plain` in small shards, and what the command printed."""
+    out = tmp_path_factory.mktemp("export") / "model"
+    done = execute([sys.executable, "export.py", shared.runs / "plain", f"--out={out}", "--max_shard_size=20.0KB"])
+    return out, done.stdout
 
 
 @pytest.fixture

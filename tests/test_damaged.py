@@ -115,7 +115,7 @@ def test_a_damaged_file_is_read_or_refused(name, good):
     content = path.read_bytes()
     READERS[name](path)
     try:
-        for _ in range(100):
+        for _ in range(60):
             path.write_bytes(damage(content, chance))
             with contextlib.suppress(UserError):
                 READERS[name](path)

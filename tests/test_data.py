@@ -358,12 +358,12 @@ def test_a_mixture_reads_each_dataset_as_if_alone_on_any_number_of_ranks(shares,
     assert batches.epochs(first_step + 3) == [count / size for count, size in zip(read, sizes, strict=True)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(
     mixtures=st.lists(st.dictionaries(st.integers(0, 3), st.integers(1, 9), min_size=1), min_size=1, max_size=4),
-    lengths=st.lists(st.integers(1, 400), min_size=4, max_size=4),
+    lengths=st.lists(st.integers(1, 100), min_size=4, max_size=4),
     per_update=st.integers(1, 40),
-    skipped=st.sets(st.integers(0, 1500), max_size=40),
+    skipped=st.sets(st.integers(0, 400), max_size=40),
     seed=st.integers(0, 100),
 )
 def test_each_dataset_goes_on_with_its_next_sequence_through_phases_and_skips(mixtures, lengths, per_update, skipped, seed):
@@ -541,13 +541,13 @@ def test_datasets_that_do_not_go_together_are_refused(tmp_path):
 def test_a_shard_that_is_truncated_under_a_run_is_named_and_the_run_goes_on_when_it_is_whole_again(train, tokens, tmp_path):
     train.tokens = shutil.copytree(tokens, tmp_path / "tokens")
     flags = dict(seq_len=64, tokens_per_update=512, steps=10**6, schedule="constant", save_every=5, eval_every=0, keep_last=2)
-    process = train.torchrun("run", 2, **flags)
+    process = train.start("run", 2, **flags)
     checkpoints = train.runs / "run" / "checkpoints"
     wait_for(lambda: checkpoints.is_symlink() or (checkpoints / "latest").exists() or process.poll() is not None)
     contents = {path: path.read_bytes() for path in train.tokens.glob("train_*.bin")}
     for path in contents:
         os.truncate(path, 2048)
-    said = process.communicate(timeout=PATIENCE)[0]
+    said = "".join(process.communicate(timeout=PATIENCE))
     assert process.returncode == 1 and "SIGBUS" not in said and "Traceback" not in said.partition("error: ")[0], said
     assert re.search(r"error: \S+/train_\d+.bin was truncated to 2048 bytes since it was opened; restore the file", said), said
     reached = int((checkpoints / "latest").resolve().name[5:])

@@ -143,10 +143,9 @@ def check_lockstep(strategy) -> None:
             torch.testing.assert_close(ours[name], expected[name], atol=atol, rtol=1e-4, msg=message)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trains_as_one_process_and_as_torch_ddp(start, strategy, world_size):
-    start(world_size).run(check_lockstep, strategy)
+def test_trains_as_one_process_and_as_torch_ddp(start, strategy):
+    start(3).run(check_lockstep, strategy)
 
 
 class ForgetsToDivide(ScratchAllReduce):
@@ -307,13 +306,12 @@ def construction_error(seeds: list[int], width: list[int], spoil: str) -> str:
     ("seeds", "width", "spoil", "message"),
     [
         ([0, 1, 1], [24, 24, 24], "", "embedding.weight differs between ranks [0] and the other 2"),
-        ([1, 0, 1], [24, 24, 24], "", "embedding.weight differs between ranks [1] and the other 2"),
         ([0, 0, 0], [24, 24, 8], "", "frozen differs between ranks [2] and the other 2"),
         ([0, 0, 0], [24, 24, 24], "scale", "scale differs between ranks [2] and the other 2"),
         ([0, 1, 2], [24, 24, 24], "", "embedding.weight differs between ranks [0], [1] and the other 1"),
         ([0, 1], [24, 24], "", "embedding.weight differs between ranks [0] and the other 1"),
     ],
-    ids=["rank_0", "rank_1", "shape", "buffer", "all", "two_ranks"],
+    ids=["rank_0", "shape", "buffer", "all", "two_ranks"],
 )
 def test_unequal_replicas_are_refused_on_all_ranks(start, seeds, width, spoil, message):
     errors = start(len(seeds)).run(construction_error, seeds, width, spoil)
@@ -398,8 +396,9 @@ def check_compiled(strategy, where: str) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "where, strategy", [("inside", ScratchOverlap), ("outside", SMALL_BUCKETS), ("outside", ScratchReduceScatter)]
+)
 def test_compiled(start, strategy, where):
     start(2).run(check_compiled, strategy, where)
 

@@ -155,7 +155,9 @@ def test_torch_is_told_before_it_is_imported(command, tmp_path):
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch multiplies by another library")
 def test_mkl_multiplies_reproducibly(train):
-    done = execute(train.command("mkl", steps=1), env={"MKL_VERBOSE": "1"}, fork=False)  # MKL tells the mode of each product
+    done = execute(
+        train.command("mkl", steps=1, eval_tokens=64), env={"MKL_VERBOSE": "1"}, fork=False
+    )  # MKL tells the mode of each product
     modes = set(re.findall(r"SGEMM.* CNR:(\S+)", done.stdout))
     assert modes == {"AUTO"}, done.stdout[-2000:]
 

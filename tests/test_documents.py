@@ -44,9 +44,14 @@ def two_windows():
     return tokens, changed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture, mode, dtype",
+    [
+        *((architecture, "eager", torch.float32) for architecture in ARCHITECTURES),
+        ("qwen3", "eager", torch.bfloat16),
+        ("qwen3", "compiled", torch.bfloat16),
+    ],
+)
 @torch.no_grad()
 def test_logits_do_not_change_with_another_document_of_the_window(architecture, mode, dtype):
     model, (tokens, changed) = tiny(architecture), two_windows()
@@ -99,12 +104,12 @@ def short_documents(tmp_path_factory):
 
 
 def test_exact_has_the_same_bits_on_any_number_of_ranks(train, short_documents):
-    flags = dict(tokens=short_documents, strategy="exact", dtype="bfloat16", steps=6)
-    for ranks in (1, 2, 3):
+    flags = dict(tokens=short_documents, strategy="exact", dtype="bfloat16", steps=4, eval_every=0)
+    for ranks in (1, 3):
         train(f"ranks{ranks}", ranks=ranks, attend="document", **flags)
     train("window", **flags)
-    weights = [(train.latest(name) / "model.safetensors").read_bytes() for name in ("ranks1", "ranks2", "ranks3", "window")]
-    assert weights[0] == weights[1] == weights[2] != weights[3]
+    weights = [(train.latest(name) / "model.safetensors").read_bytes() for name in ("ranks1", "ranks3", "window")]
+    assert weights[0] == weights[1] != weights[2]
 
 
 def test_evaluating_a_run_attends_as_the_run_did(train, short_documents):

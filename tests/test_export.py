@@ -16,14 +16,6 @@ from lockstep.common import cli
 from lockstep.common.errors import UserError
 
 
-@pytest.fixture(scope="module")
-def exported(shared, tmp_path_factory):
-    """The export of an undisturbed run in small shards, and what the command printed."""
-    out = tmp_path_factory.mktemp("export") / "model"
-    done = execute([sys.executable, "export.py", shared.runs / "plain", f"--out={out}", "--max_shard_size=20.0KB"])
-    return out, done.stdout
-
-
 def test_the_weights_are_the_runs_in_bfloat16_and_shards(exported, shared):
     out, printed = exported
     shards = sorted(out.glob("model-*.safetensors"))

@@ -18,14 +18,10 @@ CASES = {
     "one rank, gpt2": ("gpt2_124m", 1, dict()),
     "one rank, llama, checkpointing": ("llama_1.3b", 1, dict(activation_checkpointing=True)),
     "one rank, qwen3, Muon": ("qwen3_124m", 1, dict(optimizer="muon")),
-    "one rank, gpt2, checkpointing": ("gpt2_124m", 1, dict(activation_checkpointing=True, n_layer=12, micro_batch_size=64)),
-    "fsdp, llama, eager": ("llama_1.3b", 8, dict(strategy="fsdp", n_layer=24, micro_batch_size=4)),
-    "exact, checkpointing": ("llama_1.3b", 8, dict(strategy="exact", n_layer=24, activation_checkpointing=True)),
+    "fsdp, llama, eager": ("llama_1.3b", 8, dict(strategy="fsdp", n_layer=12, micro_batch_size=4)),
+    "exact, checkpointing": ("llama_1.3b", 8, dict(strategy="exact", n_layer=12, activation_checkpointing=True)),
     "ddp": ("gpt2_124m", 8, dict()),
-    "scratch_overlap": ("gpt2_124m", 8, dict(strategy="scratch_overlap")),
     "scratch_reduce_scatter": ("gpt2_124m", 8, dict(strategy="scratch_reduce_scatter")),
-    "fsdp": ("llama_1.3b", 512, dict(strategy="fsdp")),
-    "fsdp, gpt2": ("gpt2_124m", 8, dict(strategy="fsdp", n_layer=12, micro_batch_size=64)),
     "fsdp, copies": ("qwen3_124m", 8, dict(strategy="fsdp", replicate=2, optimizer="muon", activation_checkpointing=True)),
 }
 

@@ -1,6 +1,7 @@
 """The house rules: imports point only downward, importing does nothing, nothing is executed or unpickled."""
 
 import ast
+import json
 import re
 import shutil
 import sys
@@ -63,6 +64,23 @@ def test_only_extras_import_extras_at_once():
         assert not found, path
 
 
+# One process imports what the commands need, and runs each in a fork. Prints their statuses, stdouts and stderrs.
+EACH = """
+import json, os, runpy, sys, evaluate, export, sample, train
+ended = []
+for number, words in enumerate(json.loads(sys.argv[1])):
+    if not (pid := os.fork()):
+        for stream in (1, 2):
+            os.dup2(os.open(f"{number}.{stream}", os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+        sys.exit()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    ended.append([status, *(open(f"{number}.{stream}").read() for stream in (1, 2))])
+print(json.dumps(ended))
+"""
+
+
 def test_without_extras_everything_else_works_and_their_flags_say_what_is_missing(tokens, tmp_path):
     for name in ("lockstep", "config"):
         shutil.copytree(ROOT / name, tmp_path / name)
@@ -70,23 +88,26 @@ def test_without_extras_everything_else_works_and_their_flags_say_what_is_missin
         shutil.copy(path, tmp_path)
     small = [f"--tokens={tokens}", "--n_layer=1", "--n_embd=16", "--n_head=1", "--seq_len=16", "--tokens_per_update=64"]
     train = ["train.py", "--name=run", *small, "--steps=2", "--eval_tokens=64", "--device=cpu", "--compile=off"]
-
-    def run(*words, status=0):
-        return execute([sys.executable, *words], status, cwd=tmp_path, fork=False)
-
-    def lacks(flag, place, *words):
-        told = run(*words, status=2).stderr
-        assert told.startswith(f"error: {flag} needs {place}, which this copy lacks; ") and len(told.splitlines()) == 1
-
-    assert "fits" in run(*train, "--plan", "--plan_world_size=1").stdout
-    lacks("--tasks", "extras/tasks", *train, "--tasks=hellaswag")
-    lacks("--mirror", "extras/mirror", *train, f"--mirror={tmp_path / 'store'}")
-    assert "done: 2 steps" in run(*train).stdout
-    assert run("sample.py", "runs/run", "--max_new_tokens=4", "--prompt=a").stdout.startswith("a")
-    assert "loss " in run("evaluate.py", "runs/run").stdout
-    lacks("--tasks", "extras/tasks", "evaluate.py", "runs/run", "--tasks=hellaswag")
-    lacks("--push", "extras/publishing", "export.py", "runs/run", "--push=me/model")
-    assert "note: without a model card" in run("export.py", "runs/run", "--out=model").stdout
+    lacking = {
+        "--tasks needs extras/tasks": [*train, "--tasks=hellaswag"],
+        "--mirror needs extras/mirror": [*train, f"--mirror={tmp_path / 'store'}"],
+        " --tasks needs extras/tasks": ["evaluate.py", "runs/run", "--tasks=hellaswag"],
+        "--push needs extras/publishing": ["export.py", "runs/run", "--push=me/model"],
+    }
+    working = {
+        "fits": [*train, "--plan", "--plan_world_size=1"],
+        "done: 2 steps": train,
+        "loss ": ["evaluate.py", "runs/run"],
+        "a": ["sample.py", "runs/run", "--max_new_tokens=4", "--prompt=a"],
+        "note: without a model card": ["export.py", "runs/run", "--out=model"],
+    }
+    commands = json.dumps([*working.values(), *lacking.values()])
+    answers = json.loads(execute([sys.executable, "-c", EACH, commands], cwd=tmp_path).stdout)
+    for said, (status, out, errors) in zip(working, answers, strict=False):
+        assert (status, errors) == (0, "") and said in out
+    for said, (status, _, errors) in zip(lacking, answers[len(working) :], strict=True):
+        assert errors.startswith(f"error: {said.strip()}, which this copy lacks; ") and len(errors.splitlines()) == 1
+        assert status == 2
     assert (tmp_path / "model/config.toml").exists() and not (tmp_path / "model/README.md").exists()
 
 

@@ -17,7 +17,9 @@ from conftest import PATIENCE, ROOT, TINY, environment, wait_for
 
 HOSTS = {"a": "10.77.0.1", "b": "10.77.0.2"}  # host a holds the rendezvous
 # Six micro-batches an update, which one rank can hold as well as two.
-EXACT = dict(n_embd=64, seq_len=128, tokens_per_update=1536, strategy="exact", steps=60, save_every=10, eval_every=0)
+EXACT = dict(
+    n_embd=64, seq_len=128, tokens_per_update=1536, micro_batch_size=2, strategy="exact", steps=60, save_every=10, eval_every=0
+)
 EXACT |= dict(timeout_minutes=0.2)
 
 

@@ -17,7 +17,7 @@ SSE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
 # Together all of a model and of its training. 12 sequences an update.
 RUNS = {
     "gpt2": dict(architecture="gpt2", gelu="erf", dropout=0.1, attend="document", grad_clip=0.5, order="sequential"),
-    "llama": dict(architecture="llama", n_head=4, n_kv_head=2, rope_scaling="8,1,4,8", tie_embeddings=False, seq_len=160),
+    "llama": dict(architecture="llama", n_head=4, n_kv_head=2, rope_scaling="8,1,4,8", tie_embeddings=False, seq_len=48),
     "qwen3": dict(n_kv_head=1, optimizer="muon", schedule="wsd", activation_checkpointing=True),
 }
 FLAGS = dict(numerics="portable", steps=6, eval_every=3, save_every=3, tokens_per_update=192)

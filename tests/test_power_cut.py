@@ -163,6 +163,6 @@ class Checkpoints(RuleBasedStateMachine):
 
 
 Checkpoints.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestCheckpoints = Checkpoints.TestCase

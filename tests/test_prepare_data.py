@@ -127,7 +127,7 @@ def test_every_format_gives_the_same_documents(here, suffix, compression):
         (folder / "9999.txt").write_bytes(b"")
     elif suffix == ".jsonl":
         write_lines(folder / "a.jsonl", [*DOCUMENTS[:70], ""])
-        write_lines(folder / "b.jsonl", DOCUMENTS[70:])
+        write_lines(folder / "b.JSONL", DOCUMENTS[70:])
     else:
         pyarrow.parquet.write_table(pyarrow.table({"text": DOCUMENTS}), folder / "a.parquet", row_group_size=40)
     (folder / "notes.rst").write_text("not read")
@@ -137,7 +137,7 @@ def test_every_format_gives_the_same_documents(here, suffix, compression):
             ".zst": lambda data: pyarrow.Codec("zstd").compress(data, asbytes=True),
             ".xz": lzma.compress,
         }[compression](path.read_bytes())
-        path.with_name(path.name + compression).write_bytes(packed)
+        path.with_name(path.name + compression.upper()).write_bytes(packed)
         path.unlink()
     if suffix == ".parquet" and compression:
         with pytest.raises(errors.UserError, match="parquet"):
@@ -169,7 +169,7 @@ def test_one_text_is_split_by_its_tail_as_nanogpt_does(here):
     assert make("input.txt", out="half", val_fraction=0.5).documents("val") == [text[len(text) // 2 :]]
 
 
-@pytest.mark.parametrize("unit", [100, 1000, 1 << 20])
+@pytest.mark.parametrize("unit", [100, 1 << 20])
 def test_few_documents_are_split_by_the_tail_of_all_text(here, small_units, unit):
     small_units(unit)
     few, text = DOCUMENTS[:20], "".join(DOCUMENTS[:20])
@@ -186,18 +186,6 @@ def test_a_tail_that_begins_with_a_piece_begins_with_end_of_text(here, small_uni
     piece = next(sources.read_pieces(sources.list_files("a.txt")[0][0])).data.decode()
     made = make("a.txt", val_fraction=1 - (len(piece) + 0.5) / len(text))
     assert made.documents("train") == [piece] and made.documents("val") == [text[len(piece) :]]
-
-
-@pytest.mark.parametrize("unit", [37, 64, 4096])
-def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(here, small_units, unit):
-    text = "".join(DOCUMENTS) + "一二三四五六七八九十" * 50
-    (here / "long.txt").write_bytes(text.encode())
-    whole = make("long.txt", out="whole", tokenizer="train:600", val_fraction=0.2)
-    small_units(unit)
-    pieces = make("long.txt", out="pieces", tokenizer="whole/tokenizer.json", val_fraction=0.2)
-    cut = int(len(text) * 0.8)
-    assert pieces.documents("train") == [text[:cut]] and pieces.documents("val") == [text[cut:]]
-    assert pieces.tokens("train").tolist() == whole.tokens("train").tolist()
 
 
 def test_the_number_of_workers_and_the_order_of_the_sources_change_nothing(here, small_units):
@@ -282,24 +270,6 @@ def test_a_run_stopped_after_every_few_units_makes_the_same_dataset(here, small_
     assert limit > 40 and content("stopped") == content("whole")
 
 
-def test_reading_from_any_unit_gives_the_rest_of_the_units(here, small_units):
-    small_units(1000)
-    for i, size in enumerate([20, 900, 2500, 30, 3000, 10]):
-        (here / f"{i}.txt").write_text(f"word{i} " * (size // 6))
-    found, split = sources.list_files(".")[0], encode.Split(0.5)
-
-    def units_from(train, val):
-        return [(u.position, u.parts) for u in encode.read_units(found, split, {"train": train, "val": val})]
-
-    units = units_from((0, -1), (0, -1))
-    assert "".join(part[2] for _, parts in units for part in parts) == "".join(Path(f.path).read_text() for f in found)
-    assert len({part[0] for _, parts in units for part in parts}) == 2
-    for start in [position for position, _ in units]:
-        wanted = [(p, [part for part in parts if part[0] == "val" or p >= start]) for p, parts in units]
-        assert units_from(start, (0, -1)) == wanted
-        assert [unit for unit in units_from(start, start) if unit[1]] == [unit for unit in units if unit[0] >= start]
-
-
 @pytest.mark.parametrize("total", ["100", "3K", "0.005M"])
 def test_max_tokens_is_the_beginning_of_both_splits(here, total):
     write_lines(here / "a.jsonl")
@@ -321,7 +291,7 @@ def test_another_column_is_read(here):
         make("a.jsonl", out="one")
 
 
-def test_a_finished_dataset_is_kept_and_another_is_refused(here, capsys):
+def test_a_finished_dataset_is_kept_and_one_of_another_tokenizer_is_refused(here, capsys):
     write_lines(here / "a.jsonl")
     make("a.jsonl")
     before = content("out")
@@ -331,13 +301,6 @@ def test_a_finished_dataset_is_kept_and_another_is_refused(here, capsys):
     shutil.copy(here / "unfinished" / "progress.json", here / "out")  # as a kill at the very end leaves it
     make("a.jsonl")
     assert "already" in capsys.readouterr().out and content("out") == before
-    for change in ({"tokenizer": "train:300"}, {"val_fraction": 0.3}, {"max_tokens": "100"}):
-        with pytest.raises(errors.UserError, match=rf"--{next(iter(change))}.*another --out"):
-            make("a.jsonl", **change)
-    write_lines(here / "a.jsonl", DOCUMENTS[1:])
-    with pytest.raises(errors.UserError, match=r"source.*another --out"):
-        make("a.jsonl")
-    assert content("out") == before
     tokenizer.resolve("bytes").save("t.json")
     make("a.jsonl", out="own", tokenizer="t.json")
     shutil.copy(make("a.jsonl", out="learned", tokenizer="train:300").directory / "tokenizer.json", "t.json")
@@ -354,6 +317,8 @@ def test_a_finished_dataset_is_kept_and_another_is_refused(here, capsys):
         (lambda: {"shard_tokens": 1000}, "--shard_tokens)"),
         (lambda: {"shard_tokens": 4000}, "--shard_tokens)"),
         (lambda: {"val_fraction": "auto"}, "--val_fraction)"),
+        (lambda: {"tokenizer": "train:300"}, "--tokenizer)"),
+        (lambda: {"max_tokens": "100"}, "--max_tokens)"),
         (lambda: os.remove("out/train_000001.bin"), "out has no train_000001.bin"),
         (lambda: os.truncate("out/train_000001.bin", 2000), "out/train_000001.bin: its header implies"),
         (lambda: os.remove("out/tokenizer.json"), "out has no tokenizer.json"),
@@ -489,17 +454,6 @@ def test_a_folder_is_taken_without_what_is_not_text_to_train_on(here, capsys):
     os.rename("only/README.md", "docs/README.md")
     assert words("docs", out="card") == {"card"}
     assert words(f"file://{here}/src", out="url") == {"train"}
-
-
-def test_suffixes_in_capitals(here):
-    (here / "src").mkdir()
-    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in DOCUMENTS[:50])
-    (here / "src" / "A.JSONL.GZ").write_bytes(gzip.compress(lines))
-    (here / "src" / "B.Txt").write_text(DOCUMENTS[51], newline="")
-    pyarrow.parquet.write_table(pyarrow.table({"text": DOCUMENTS[52:]}), here / "src" / "C.Parquet")
-    made = make("src")
-    assert len(made.documents("train") + made.documents("val")) == 149
-    assert made.metadata["source"][0]["files"] == 3
 
 
 @pytest.mark.skipif(os.getuid() == 0 and not shutil.which("setpriv"), reason="root can read everything")
@@ -719,15 +673,6 @@ def test_text_in_pieces_has_the_tokens_of_the_whole_in_every_language(here, smal
         assert "begins texts with <s>, but documents here begin with </s>" in capsys.readouterr().out
         with pytest.raises(UserError, match=r"long.txt: a document that cannot be cut is longer than --max_document_bytes=99"):
             make("long.txt", out="short", tokenizer="t.json", max_document_bytes=99)
-
-
-def test_what_was_replaced_is_counted_by_file(here, capsys):
-    rows = [{"text": f"row {i} half \ud83d end, whole 🚢"} for i in range(9)]
-    (here / "half.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (here / "half.txt").write_bytes(b"\xff\xfe" + "half \ud83d end".encode("utf-16-le", "surrogatepass"))
-    made = make("half.jsonl", "half.txt")
-    assert "".join(made.documents("train")).startswith("row 0 half \ufffd end, whole 🚢row 1 half \ufffd end")
-    assert "replaced by U+FFFD: half.jsonl (9), half.txt (1); if" in capsys.readouterr().out
 
 
 def test_spelled_out_ends_of_text_are_counted_and_may_separate_documents(here, small_units, capsys):

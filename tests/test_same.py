@@ -15,8 +15,7 @@ import data
 import machine
 import machines
 import same
-from conftest import ROOT, Trainer, environment, execute, wait_for
-from lockstep.checkpoints import retention
+from conftest import ROOT, Trainer, environment, execute, reseal, wait_for
 from lockstep.common.files import sha256
 from lockstep.settings import DataConfig
 
@@ -50,24 +49,19 @@ def test_the_text_and_its_tokens_are_the_expected_ones(sums):
     assert sha256(sums.tokens / "train_000000.bin") == same.expected()["tokens/same/train_000000.bin"]
 
 
-def test_this_machine_gets_the_expected_digits(sums):
-    sums("same-2", ranks=2, **SAME)
-    wanted = {path: digest for path, digest in same.expected().items() if path.startswith("runs/same-2/")}
-    assert len(wanted) == 4
-    compare(sums.runs, wanted)
-
-
 @pytest.mark.parametrize(
-    "name, ranks, threads, env", [("sse", 1, 1, machines.SSE), ("threads", 1, 3, machine.AVX2), ("ranks", 3, 1, {})]
+    "name, ranks, threads, env, step",
+    [("this", 2, 1, None, 24), ("sse", 1, 2, machines.SSE, 12), ("avx2", 3, 1, machine.AVX2, 12)],
 )
-def test_other_machines_get_the_digits_of_the_first_checkpoint(sums, name, ranks, threads, env):
-    path = "checkpoints/step-00000012"
-    first, model = sums.runs / name / path, f"{path}/model.safetensors"
-    command = sums.command(name, ranks, **SAME | dict(threads=threads))  # a fork would keep this process's instructions
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(**env), start_new_session=True)
-    wait_for(lambda: first.exists() or process.poll() is not None)
+def test_every_machine_gets_the_expected_digits(sums, name, ranks, threads, env, step):
+    path, flags = f"checkpoints/step-{step:08d}", SAME | dict(threads=threads)
+    if env is None:
+        process = sums.start(name, ranks, **flags)
+    else:  # a fork would keep this process's instructions
+        process = subprocess.Popen(sums.command(name, ranks, **flags), cwd=ROOT, env=environment(**env), start_new_session=True)
+    wait_for(lambda: (sums.runs / name / path).exists() or process.poll() is not None)
     machine.kill(process)
-    compare(sums.runs, {f"runs/{name}/{model}": same.expected()[f"runs/same-1/{model}"]})
+    compare(sums.runs, {f"runs/{name}/{path}/model.safetensors": same.expected()[f"runs/same-1/{path}/model.safetensors"]})
 
 
 def test_the_last_lines_say_what_differs():
@@ -104,12 +98,6 @@ def verify(run, *flags, status=0, env=None):
     """What replay.py prints of a run, or, for bad input, its error."""
     done = execute([sys.executable, "replay.py", run, "--verify", *flags], status, env, fork=not env)
     return done.stderr if status == 2 else done.stdout
-
-
-def reseal(checkpoint):
-    """Write the manifest of a changed checkpoint again, as somebody who cheats would."""
-    (checkpoint / "manifest.json").unlink()
-    retention.write_manifest(checkpoint)
 
 
 @pytest.fixture(scope="module")

@@ -71,15 +71,15 @@ ODD = dict(EXACT, n_embd=44, head_dim=22, n_head=2)
 @pytest.mark.parametrize(
     "dtype, compile, optimizer, others",
     [
-        ("float32", "off", "adamw", (2, 4, 5)),
-        ("bfloat16", "off", "muon", (3, 5)),
-        ("bfloat16", "on", "muon", (5, 2)),
+        ("float32", "off", "adamw", (4,)),
+        ("bfloat16", "off", "muon", (5,)),
+        ("bfloat16", "on", "muon", (3,)),
     ],
 )
 def test_exact_gives_the_same_bits_on_any_number_of_ranks(train, dtype, compile, optimizer, others):
     flags = dict(ODD, dtype=dtype, compile=compile, optimizer=optimizer, steps=6, eval_every=3, save_every=3)
     train("w1", **flags)
-    for ranks in others:  # 12 micro-batches: 5 ranks take unequal shares
+    for ranks in others:  # 6 micro-batches: 4 and 5 ranks take unequal shares
         train.changed(BUCKETS, f"w{ranks}", ranks, **flags)
         train.assert_same(f"w{ranks}", "w1")
 
@@ -93,23 +93,8 @@ def test_exact_is_the_same_run_when_killed_and_continued_on_other_numbers_of_ran
     train.assert_same("parts", "whole")
 
 
-BEFORE = """
-from lockstep.planning import choices, rules
-choices.shard_gradients = lambda config, *_: config
-del rules.EFFECTS["shard_gradients"]
-"""
-
-
-def test_a_run_of_exact_from_when_it_could_shard_gradients_continues_with_a_note(train):
-    train.changed(BEFORE, "old", steps=2, shard_gradients="on", **EXACT)
-    note = "note: --shard_gradients is for fsdp alone now; exact has the same bits without it"
-    assert note in train("old", steps=3, shard_gradients="on", **EXACT).stdout  # the same command
-    assert "shard_gradients" not in train("old", steps=4, **EXACT).stdout
-
-
-@pytest.mark.parametrize(
-    "strategy", [name for name in STRATEGIES if not STRATEGIES[name].any_ranks]
-)  # on any number of ranks: see above
+# exact on any number of ranks: see above
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not STRATEGIES[name].any_ranks])
 def test_resume_on_the_same_ranks_is_bit_identical_for_every_strategy(train, strategy):
     flags = dict(strategy=strategy, dropout=0.1, ranks=3, optimizer="muon", steps=9)  # Muon, and AdamW for what is no matrix
     train("whole", **flags)
@@ -153,15 +138,15 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(train, shared):
 
 
 def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on(train):
-    flags = dict(steps=20, keep_last=0, schedule="constant", warmup_steps=0)
+    flags = dict(steps=15, save_every=4, keep_last=0, schedule="constant", warmup_steps=0)
     train("whole", **flags)
-    train("full", **dict(flags, steps=5))
+    train("full", **dict(flags, steps=4))
     size = (train.latest("full") / "optimizer.safetensors").stat().st_size
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2},) * 2)"
     done = train.changed(limited, "full", status=1, **flags)
     assert done.stdout.count("could not be written") >= 2 and "training continues" in done.stdout
-    assert done.stderr.startswith("error: the checkpoint at step 20 could not be written")
-    assert [path.name for path in retention.published(train.runs / "full" / "checkpoints")] == ["step-00000005"]
+    assert done.stderr.startswith("error: the checkpoint at step 15 could not be written")
+    assert [path.name for path in retention.published(train.runs / "full" / "checkpoints")] == ["step-00000004"]
     assert retention.find_damage(train.latest("full")) is None
     train("full", **flags)
     assert train.files("full") == train.files("whole")
@@ -273,7 +258,7 @@ torch.Tensor.backward = poisoned
 
 @pytest.mark.parametrize("strategy, ranks", [("ddp", 2), ("exact", 2), ("exact", 3)])
 def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, strategy, ranks):
-    third = f"os.environ.get('RANK', '0') == '0' and len(calls) == 3 * {12 // max(ranks, 1)}"  # only rank 0's
+    third = f"os.environ.get('RANK', '0') == '0' and len(calls) == 3 * {6 // ranks}"  # only rank 0's
     flags = dict(strategy=strategy, steps=6)
     done = train.changed(POISONED.format(bad=third), "nan", ranks, **flags)
     assert "step 3: skipped the update, because its gradient is not finite (1 in a row, 1 in all)" in done.stdout
@@ -299,38 +284,31 @@ def test_an_infinite_gradient_skips_the_update_of_exact_on_all_ranks(train):
 
 
 def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train):
-    done = train.changed(MOST_IN_A_ROW.format(3) + POISONED.format(bad="len(calls) > 7 * 12"), "nan", steps=20, status=1)
+    done = train.changed(MOST_IN_A_ROW.format(3) + POISONED.format(bad="len(calls) > 7 * 6"), "nan", steps=20, status=1)
     assert "skipped 4 updates in a row with non-finite gradients" in done.stderr and "Traceback" not in done.stderr
     newest = train.latest("nan").resolve()
     assert retention.find_damage(newest) is None and f"checkpoints are in {newest.parent}" in done.stderr
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
 
 
-@pytest.mark.parametrize("save_every, lr, bad", [(5, 1e3, "False"), (1, 1e3, "False"), (1, 1e-2, "len(calls) > 12")])
+@pytest.mark.parametrize("save_every, lr, bad", [(5, 1e3, "False"), (1, 1e-2, "len(calls) > 6")])
 def test_weights_that_no_update_improves_push_out_no_good_checkpoint(train, save_every, lr, bad):
     flags = dict(architecture="gpt2", keep_last=1, keep_best=0, eval_every=0, save_every=save_every, warmup_steps=0)
     train("run", steps=6, **flags)
     checkpoints = train.runs / "run" / "checkpoints"
     train.changed(MOST_IN_A_ROW.format(9) + POISONED.format(bad=bad), "run", status=1, steps=60, lr=lr, **flags)
     assert (checkpoints / "step-00000006").exists() and len(retention.published(checkpoints)) < 4
-    stopped = before_update("run.state.step", "len(calls) == 36 and os.kill(os.getpid(), 15)")  # saves what is bad
+    stopped = before_update("run.state.step", "len(calls) == 18 and os.kill(os.getpid(), 15)")  # saves what is bad
     train.changed(POISONED.format(bad="True") + stopped, "run", status=75, steps=60, lr=lr, **flags)
     assert (checkpoints / "step-00000006").exists() and train.state("run")["unsound"]
     train("new", resume=checkpoints / "step-00000006", steps=8, **flags)
     assert all(tensor.isfinite().all() for tensor in train.weights("new").values())
 
 
-@pytest.mark.parametrize(
-    "ranks, drifting, message",
-    [
-        (3, 2, "differs between ranks [2] and the other 2"),
-        (2, 1, "differs between ranks [0] and the other 1"),
-    ],
-)
-def test_replicas_that_drift_apart_end_the_run_with_the_tensors_name(train, ranks, drifting, message):
+def test_replicas_that_drift_apart_end_the_run_with_the_tensors_name(train):
     weight = "run.engine.module.blocks[1].mlp.down.weight.data.view(-1)[5]"
-    drift = before_update(3, f"os.environ['RANK'] == '{drifting}' and {weight}.add_(1e-7)")
-    done = train.changed(drift, "drift", ranks, status=1, check_replicas_every=2, save_every=2)
+    drift = before_update(3, f"os.environ['RANK'] == '2' and {weight}.add_(1e-7)")
+    done = train.changed(drift, "drift", 3, status=1, check_replicas_every=2, save_every=2)
     assert train.state("drift")["step"] == 2  # wrong weights are not saved
-    assert f"blocks.1.mlp.down.weight {message}" in done.stderr
+    assert "blocks.1.mlp.down.weight differs between ranks [2] and the other 2" in done.stderr
     assert "step      5/20" not in done.stdout

@@ -190,10 +190,10 @@ def test_in_a_terminal_it_goes_on_from_what_is_typed_and_ctrl_c_stops_the_text(r
     assert terminal.process.wait(PATIENCE) == 0
 
 
-# Rank by rank, instead of the 14th update.
+# Rank by rank, instead of the seventh update.
 KILL = """
 update = train.update
-train.update = lambda run, *more: (run.state.step == 7 and os.kill(os.getpid(), 9), update(run, *more))[1]
+train.update = lambda run, *more: (run.state.step == 6 and os.kill(os.getpid(), 9), update(run, *more))[1]
 """
 
 
@@ -203,9 +203,9 @@ def samples(train, name):
     return dict(line.split("  sample ") for line in lines if "  sample " in line)
 
 
-@pytest.mark.parametrize("strategy", ["exact", "ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["exact", "fsdp"])
 def test_samples_during_training_change_no_bit(train, strategy):
-    flags = dict(strategy=strategy, dropout=0.1, steps=12)
+    flags = dict(strategy=strategy, dropout=0.1, steps=8)
     shown = flags | dict(sample_every=4)
     train("without", 3, **flags)
     train("with", 3, **shown)
@@ -214,7 +214,7 @@ def test_samples_during_training_change_no_bit(train, strategy):
     for name in ("with", "killed"):
         assert train.files(name) == train.files("without") and train.metrics(name) == train.metrics("without")
     found = samples(train, "with")
-    assert [int(line.split()[1]) for line in found] == [4, 8, 12] and len(set(found.values())) == 3
+    assert [int(line.split()[1]) for line in found] == [4, 8] and len(set(found.values())) == 2
     assert samples(train, "killed") == found and not samples(train, "without")
     if strategy == "exact":
         train("one", 1, **shown)
@@ -224,11 +224,11 @@ def test_samples_during_training_change_no_bit(train, strategy):
 def test_boards_show_the_samples_of_a_resumed_run_once(train):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for steps in (8, 20):
+    for steps in (4, 8):
         train("run", steps=steps, schedule="constant", sample_every=4, tensorboard=True)
     board = EventAccumulator(str(train.runs / "run/tensorboard")).Reload()
     events = board.Tensors("sample/text_summary")
-    assert [event.step for event in events] == [4, 8, 12, 16, 20]
+    assert [event.step for event in events] == [4, 8]
     lines = [line for event in events for line in event.tensor_proto.string_val[0].split(b"\n") if line.strip()]
     assert lines and all(line.startswith(b"    ") for line in lines)  # as code, in which spaces count
 

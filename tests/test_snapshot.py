@@ -62,7 +62,7 @@ def test_tensors_are_divided_among_files_by_their_names_and_sizes_alone():
 
 @pytest.mark.parametrize("architecture, optimizer", [("gpt2", "adamw"), ("qwen3", "muon")])
 def test_the_same_tensors_are_the_same_files_whoever_writes_them(train, tmp_path, architecture, optimizer):
-    flags = dict(architecture=architecture, optimizer=optimizer, steps=2)
+    flags = dict(architecture=architecture, optimizer=optimizer, steps=2, micro_batch_size=2)
     train("one", **flags)
     single, one = train.latest("one"), {"resume": train.runs / "one"}
     flags["steps"] = 3  # a new run that trains nothing is refused
@@ -72,9 +72,7 @@ def test_the_same_tensors_are_the_same_files_whoever_writes_them(train, tmp_path
     for i, (ranks, more) in enumerate(
         [
             (1, dict(strategy="ddp")),
-            (3, dict(strategy="ddp")),
             (3, dict(strategy="fsdp")),
-            (4, dict(strategy="fsdp")),
             (4, dict(strategy="fsdp", replicate=2)),
         ]
     ):
@@ -88,7 +86,7 @@ def test_the_same_tensors_are_the_same_files_whoever_writes_them(train, tmp_path
         largest = max(path.stat().st_size for path in train.latest(name).glob("*.safetensors"))
         assert sum(held) == bytes_of_all and not any(held[writers:])
         assert max(held) <= bytes_of_all / writers + largest
-    assert files == [files[0]] * 5 and indices == [indices[0]] * 5 and len(files[0]) > 10
+    assert files == [files[0]] * 3 and indices == [indices[0]] * 3 and len(files[0]) > 10
     train.changed(SAVED_AGAIN.format(folder=folder), "whole", 3, strategy="fsdp", **flags, **one)
     assert train.files("whole") == train.files("one")
     for stem, index in zip(("model", "optimizer"), indices[0], strict=True):

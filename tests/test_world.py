@@ -109,7 +109,9 @@ def test_a_rank_that_waits_for_others_ends_in_time_and_says_for_whom_it_waited(t
     assert not train.runs.exists()
 
 
-@pytest.mark.parametrize("ranks, flags", [(3, {}), (4, {"strategy": "fsdp", "replicate": 2})])  # the second has groups of two
+@pytest.mark.parametrize(
+    "ranks, flags", [(3, {}), (4, {"strategy": "fsdp", "replicate": 2, "micro_batch_size": 2})]
+)  # the second has groups of two
 def test_a_rank_that_hangs_ends_the_others_in_time_with_one_line(train, ranks, flags):
     hangs = before_update(2, f"os.environ['RANK'] == '0' and os.kill(os.getpid(), {signal.SIGSTOP:d})")  # it holds the store
     script = train.runs.parent / "hangs.py"

@@ -103,10 +103,12 @@ def watch(pids):
 
 def run(command):
     """Do what `python COMMAND` does. Returns the exit status."""
-    if os.path.basename(command[0]) == "train.py":  # a quarter of a second; real starts draw
+    if os.path.basename(command[0]) in ("train.py", "changed.py"):  # real starts draw, and measure the processor
+        from lockstep.hardware import device
         from lockstep.reports import curves
 
         curves.single = curves.draw = lambda *_: None
+        device.best_product = lambda *_: 1e11
     sys.argv = command
     sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
     runpy.run_path(command[0], run_name="__main__")

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT, execute
+from conftest import ROOT, execute, reseal
 from extras import dial, ladder
 from lockstep import settings
-from lockstep.checkpoints import retention
 from lockstep.common.errors import UserError
 from lockstep.dataset.tokens import open_dataset
 from lockstep.numerics import optim
@@ -114,8 +113,7 @@ def test_a_run_keeps_what_an_earlier_version_s_depth_has_set(tokens, tmp_path):
     first = settings.read_preset(path)
     path.write_text(path.read_text().replace(f"lr = {first.optim.lr}", "lr = 0.001").replace("[run]\n", "[run]\ndepth = 1\n"))
     state.write_text(state.read_text().replace('"seed":', '"depth": 1, "seed":'))
-    (state.parent / "manifest.json").unlink()
-    retention.write_manifest(state.parent)
+    reseal(state.parent.resolve())
     assert (
         "continuing from"
         in execute([sys.executable, ROOT / "train.py", f"--out_dir={tmp_path}", "--name=run", "--steps=8"]).stdout

@@ -17,18 +17,17 @@ from conftest import PATIENCE, ROOT, environment, execute, wait_for
 from extras import ladder, law
 from lockstep.common.errors import EX_TEMPFAIL, UserError
 
-# 16 wide at every depth, so that the ladder takes seconds.
-SMALL = dict(n_embd=16, n_head=1, seq_len=16, flops=4e10, tokens_per_update=192, share=0.6, threads=1, dtype="float32")
+# 16 wide at every depth, and shorter than a ladder may be, so that it takes seconds.
+FEWEST_STEPS, FEWEST_TOKENS = 20, 0.08
+SHORT = f"from extras import dial, ladder; dial.FEWEST_STEPS, ladder.FEWEST_TOKENS = {FEWEST_STEPS}, {FEWEST_TOKENS}\n"
+SHORT += "from lockstep import command; command.run('extras.ladder', list)"
+SMALL = dict(n_embd=16, n_head=1, seq_len=16, flops=1e10, tokens_per_update=192, share=0.6, threads=1, dtype="float32")
 SMALL |= dict(compile="off", device="cpu", eval_tokens=640, name="small")
 
 
 def flags_of(tokens, runs, **flags):
     flags = dict(tokens=tokens, out_dir=runs) | SMALL | flags
     return [f"--{name}={value}" for name, value in flags.items()]
-
-
-def command(tokens, runs, **flags):
-    return [sys.executable, str(ROOT / "extras/ladder.py"), *flags_of(tokens, runs, **flags)]
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +37,14 @@ def climb(tmp_path_factory):
     def fork(command, stdout):
         return warm.Process(command[1:], 1, environment(), ROOT, tmp_path_factory.mktemp("streams"))
 
-    def climb(words, capsys):
+    def climb(capsys, *args, **flags):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ladder.subprocess, "Popen", fork)
             patch.setattr(warm.Process, "wait", lambda self: self.communicate(PATIENCE) and self.returncode)
             patch.setattr(ladder.signal, "signal", lambda *_: None)
-            ladder.main(words[2:])
+            patch.setattr(ladder.dial, "FEWEST_STEPS", FEWEST_STEPS)
+            patch.setattr(ladder, "FEWEST_TOKENS", FEWEST_TOKENS)
+            ladder.main(flags_of(*args, **flags))
         return capsys.readouterr().out
 
     return climb
@@ -54,17 +55,16 @@ def stopped(tokens, tmp_path_factory):
     """The folder of the runs of a ladder that was stopped and then killed."""
     runs = tmp_path_factory.mktemp("ladder") / "runs"
     for number, (end, how) in enumerate([(os.kill, signal.SIGTERM), (os.killpg, signal.SIGKILL)], start=1):
-        words = command(tokens, runs)
-        process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True)
+        words = [sys.executable, "-c", SHORT, *flags_of(tokens, runs)]
+        process = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
         wait_for(lambda least=number: len([*runs.glob("ladder-small-*/depth-*/metrics.jsonl")]) >= least)
         end(process.pid, how)
-        process.communicate(timeout=PATIENCE)
-        assert process.returncode == (-signal.SIGKILL if how == signal.SIGKILL else EX_TEMPFAIL)
+        assert process.wait(timeout=PATIENCE) == (-signal.SIGKILL if how == signal.SIGKILL else EX_TEMPFAIL)
     return runs
 
 
 def test_a_ladder_that_was_killed_predicts_a_run_and_prints_its_command(stopped, tokens, climb, capsys):
-    said = climb(command(tokens, stopped), capsys)
+    said = climb(capsys, tokens, stopped)
     words = shlex.split(said.strip().splitlines()[-1])
     assert words[:2] == ["python", "train.py"] and len(re.findall("^depth ", said, re.MULTILINE)) >= 6
     (name,) = (word.removeprefix("--name=") for word in words if word.startswith("--name="))
@@ -79,7 +79,7 @@ def test_a_ladder_that_was_killed_predicts_a_run_and_prints_its_command(stopped,
 
     # The same command trains nothing again.
     written = {path: path.stat().st_mtime_ns for path in stopped.glob("ladder-small-*/*/metrics.jsonl")}
-    assert climb(command(tokens, stopped), capsys) == said
+    assert climb(capsys, tokens, stopped) == said
     assert written == {path: path.stat().st_mtime_ns for path in stopped.glob("ladder-small-*/*/metrics.jsonl")}
 
 
@@ -124,11 +124,10 @@ def test_wrong_flags_are_refused(tokens, tmp_path, flags, said):
 
 
 def test_a_budget_of_minutes_is_measured_and_may_be_too_small(tokens, tmp_path, climb, capsys):
-    words = command(tokens, tmp_path, flops=0, minutes=1e-4)
     with pytest.raises(
         UserError, match=r"\d FLOPs and [\d,]+ tokens are too few for a ladder .*; --minutes=[\d.e-]+ is enough"
     ):
-        climb(words, capsys)
+        climb(capsys, tokens, tmp_path, flops=0, minutes=1e-4)
 
 
 def test_what_a_refusal_calls_enough_is_enough(tokens, tmp_path):

@@ -31,15 +31,14 @@ def stored(url):
     return sorted(Path(path).parent.name for path in system.glob(f"{root}/*/{MANIFEST}"))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_run_whose_disk_is_lost_continues_from_its_mirror_with_the_same_bits(train, s3, ranks):  # noqa: F811
-    train("whole", ranks, steps=10, **RUN)
-    url = f"s3://bucket/runs/spot{ranks}"
+def test_a_run_whose_disk_is_lost_continues_from_its_mirror_with_the_same_bits(train, s3):  # noqa: F811
+    train("whole", 3, steps=10, **RUN)
+    url = "s3://bucket/runs/spot"
     spot = dict(RUN, mirror=url)
-    train("spot", ranks, steps=5, **spot)
+    train("spot", 3, steps=5, **spot)
     assert stored(url) == ["step-00000003", "step-00000005"]
     shutil.rmtree(train.runs / "spot")
-    done = train("spot", ranks, steps=10, **spot)
+    done = train("spot", 3, steps=10, **spot)
     assert f"downloading step-00000005 from {url}" in done.stdout and "continuing from" in done.stdout
     assert train.files("spot") == train.files("whole")
     assert train.metrics("spot", "loss") == train.metrics("whole", "loss")
@@ -111,11 +110,11 @@ class Flaky:
 
 
 def test_nothing_announced_is_lost_whatever_instant_a_copy_ends_at(tmp_path, monkeypatch):
-    """200 times: a copy is cut at a random instant, the disk is lost or not, and the run continues from what is left."""
+    """100 times: a copy is cut at a random instant, the disk is lost or not, and the run continues from what is left."""
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     chance, url, disk = random.Random(7), f"file://{tmp_path / 'store'}", tmp_path / "run"
     announced = lost = cut = 0
-    for _ in range(200):
+    for _ in range(100):
         log = Log(disk, True)
         mirror = Mirror(url, log)
         plain, mirror.system = mirror.system, Flaky(mirror.system, chance, 0.05)
@@ -144,7 +143,7 @@ def test_nothing_announced_is_lost_whatever_instant_a_copy_ends_at(tmp_path, mon
         if chance.random() < 0.5:
             shutil.rmtree(disk)
             lost += 1
-    assert announced > 40 and lost > 60 and cut > 40
+    assert announced > 20 and lost > 30 and cut > 20
 
 
 def test_a_damaged_checkpoint_of_the_store_is_passed_over(train, tmp_path):

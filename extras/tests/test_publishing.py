@@ -20,14 +20,6 @@ from lockstep.common import cli
 from lockstep.common.errors import UserError
 
 
-@pytest.fixture(scope="module")
-def exported(shared, tmp_path_factory):
-    """The export of an undisturbed run in small shards, and what the command printed."""
-    out = tmp_path_factory.mktemp("export") / "model"
-    done = execute([sys.executable, "export.py", shared.runs / "plain", f"--out={out}", "--max_shard_size=20.0KB"])
-    return out, done.stdout
-
-
 def test_the_card_has_data_losses_settings_and_the_command_that_repeats_the_run(exported, shared, train):
     out, _ = exported
     card = (out / "README.md").read_text()

@@ -86,15 +86,15 @@ def test_the_digits_are_those_of_lm_eval(shared, tasks):
     assert done.stdout.splitlines()[1:] == score_lines(by_lm_eval(checkpoint, tasks))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "exact", "scratch_overlap"])
+@pytest.mark.parametrize("strategy", ["fsdp", "exact"])
 def test_no_bit_of_a_run_changes(train, tasks, strategy):
-    flags = dict(strategy=strategy, dropout=0.1, steps=10)
+    flags = dict(strategy=strategy, dropout=0.1, steps=4)
     train("without", ranks=3, **flags)
     train("with", ranks=3, tasks=tasks, tasks_every=3, **flags)
     assert train.files("with") == train.files("without")
     assert train.metrics("with", "loss") == train.metrics("without", "loss")
     scores = train.metrics("with", "tasks/multiple_choice/acc")
-    assert [record["step"] for record in scores] == [3, 6, 9, 10]
+    assert [record["step"] for record in scores] == [3, 4]
     if strategy == "exact":
         train("alone", tasks=tasks, tasks_every=3, **flags)
         assert train.metrics("alone", "tasks/multiple_choice/acc") == scores
@@ -110,23 +110,23 @@ def test_compiled_code_stays_as_it_is(train, tasks):
 
 def test_a_run_that_continues_has_no_scores_twice(train, tasks):
     few = ",".join(f"{task}:8" for task in tasks.split(","))
-    flags = dict(tasks=few, tasks_every=5)
-    train.kill("run", 15, ranks=2, **flags)
+    flags = dict(tasks=few, tasks_every=4, steps=8)
+    train.kill("run", 7, ranks=2, **flags)
     train("run", ranks=2, **flags)
     steps = [record["step"] for record in train.metrics("run", "tasks/loglikelihood/acc")]
-    assert steps == [5, 10, 15, 20]
+    assert steps == [4, 8]
     train("later", steps=5)
     for _ in range(2):  # tasks of a complete run; the second time it has them
-        train("later", steps=5, tasks=few)
+        train("later", steps=5, tasks=few.split(",")[1])
     assert len(train.metrics("later", "tasks/loglikelihood/acc")) == 1
 
 
 def test_where_lm_eval_fails_the_run_goes_on(train, tmp_path):
     (tmp_path / "function.py").write_text(FUNCTION)
     task = write_task(tmp_path, "loglikelihood", "custom", "process_results: !function function.score\n")
-    done = train("run", ranks=2, steps=5, tasks=task, tasks_every=2)
-    assert done.stdout.count("no scores on tasks: lm-eval failed: the metric is broken") == 3
-    assert train.state("run")["step"] == 5
+    done = train("run", ranks=2, steps=3, tasks=task, tasks_every=2)
+    assert done.stdout.count("no scores on tasks: lm-eval failed: the metric is broken") == 2
+    assert train.state("run")["step"] == 3
     done = execute([sys.executable, "evaluate.py", train.latest("run"), f"--tasks={task}"], status=1)
     assert "lm-eval failed: the metric is broken" in done.stderr
     done = execute([sys.executable, "evaluate.py", train.latest("run"), f"--tasks={task}:8"])
