@@ -112,9 +112,10 @@ def test_hard_kills_sees_a_damaged_checkpoint_a_lost_one_and_when_the_kill_fell(
 
 
 def test_audit_finds_that_a_run_of_ours_is_the_same_run(tmp_path):
-    _, result = run("audit", tmp_path, "audit", "lockstep", only="flipped,two")
+    _, result = run("audit", tmp_path, "audit", "lockstep", only="killed,flipped,two")
     row = result["trainers"]["lockstep"]
-    flipped, two = (row["found"][question] for question in ("flipped", "two"))
+    killed, flipped, two = (row["found"][question] for question in ("killed", "flipped", "two"))
+    assert (killed["from"], killed["same"], killed["of"], killed["difference"]) == (16, 16, 16, 0)
     assert (flipped["from"], flipped["same"], flipped["of"], flipped["difference"]) == (8, 24, 24, 0)
     assert two["same"] == two["of"] == 32 - two["from"]
     assert "WORK/RUN" in row["command"][0] and str(tmp_path) not in json.dumps(row)
