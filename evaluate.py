@@ -45,10 +45,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import data
 from lockstep.checkpoints import huggingface, lookup
 from lockstep.common import errors
 from lockstep.common.errors import UserError, say
+from lockstep.dataset.mixture import Mixture, open_mixture
 from lockstep.dataset.tokens import Stream
 from lockstep.hardware import device, host
 from lockstep.parallel.world import World, connect
@@ -79,9 +79,7 @@ def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens:
     return math.fsum(world.sum_over_ranks(sums).tolist()) / windows
 
 
-def losses_on(
-    mixture: data.Mixture, model, seq_len: int, micro_batch_size: int, tokens: int, world: World, autocast
-) -> list[float]:
+def losses_on(mixture: Mixture, model, seq_len: int, micro_batch_size: int, tokens: int, world: World, autocast) -> list[float]:
     """Return the mean loss on the validation split of each dataset, from `tokens` tokens of each (0: all). See `evaluate`."""
     streams = mixture.streams("val")
     return [evaluate(model, stream, seq_len, micro_batch_size, tokens, world, autocast) for stream in streams]
@@ -130,7 +128,7 @@ def validate(config: EvaluateConfig, directory: Path, model: GPT, world: World, 
     trained = lookup.settings_of(directory).data
     if not (config.tokens or trained.tokens):
         raise UserError(f"{directory} does not say what it was trained on; choose a dataset with --tokens=DIRECTORY")
-    mixture = data.open_mixture(DataConfig(config.tokens) if config.tokens else trained, model.config.vocab_size)
+    mixture = open_mixture(DataConfig(config.tokens) if config.tokens else trained, model.config.vocab_size)
     model.document_token = mixture.document_token(trained.attend)
     if mixture.vocab_size > model.config.vocab_size:
         raise UserError(f"{mixture} has a vocabulary of {mixture.vocab_size}, but the model's is {model.config.vocab_size}")

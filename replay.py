@@ -63,6 +63,7 @@ from lockstep.checkpoints.checkpoint import Era, TrainState, take_snapshot
 from lockstep.checkpoints.resume import Start, search
 from lockstep.common.errors import UserError, one_line, plural, say
 from lockstep.common.steps import mixtures_seen
+from lockstep.dataset.mixture import open_mixture
 from lockstep.dataset.tokenizer import load_if_readable
 from lockstep.hardware.device import prepare_training
 from lockstep.hardware.host import read_ranks
@@ -223,7 +224,7 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
     if not config.parallel.record.any_ranks and world.size != era["world_size"]:
         computed = f"step {step} was computed on {plural(era['world_size'], 'rank')}"
         raise CannotReplay(f"{computed}, and its bits depend on their number; use {command.again(era['world_size'], 0)}")
-    dataset = data.open_mixture(settings.replace(config.data, **past.moved), config.model.vocab_size)
+    dataset = open_mixture(settings.replace(config.data, **past.moved), config.model.vocab_size)
     if mixtures_seen(dataset.identity, step) != mixtures_seen(dataset.translate(state.dataset), step):
         problem = f"{dataset} is not what the run was trained on: its tokens or their shares differ"
         raise UserError(f"{problem}; set --tokens to the current location of the tokens (for a mixture, with weights)")

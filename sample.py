@@ -51,11 +51,11 @@ from pathlib import Path
 
 import torch
 
-from data import Mixture
 from lockstep.checkpoints import huggingface, lookup
 from lockstep.common import files
 from lockstep.common.errors import UserError
 from lockstep.dataset import tokenizer
+from lockstep.dataset.mixture import Mixture
 from lockstep.hardware import device, host
 from model import generate, on_meta
 

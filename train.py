@@ -53,6 +53,7 @@ import evaluate
 from lockstep.checkpoints import checkpoint
 from lockstep.checkpoints.checkpoint import Checkpoints, TrainState
 from lockstep.common.errors import EX_TEMPFAIL, RunError
+from lockstep.dataset.mixture import Mixture, open_mixture
 from lockstep.hardware import device as devices
 from lockstep.hardware.host import read_ranks
 from lockstep.numerics import optim
@@ -75,7 +76,7 @@ class Run:
 
     config: Config  # resolved
     world: World
-    dataset: data.Mixture
+    dataset: Mixture
     batches: data.Batches
     engine: Engine  # the model in its wrapper, and the optimizers
     state: TrainState  # what resuming needs, besides tensors
@@ -109,7 +110,7 @@ def main(config: Config) -> int:
         if ddp:
             connect(world)  # by NCCL between GPUs, by gloo between CPUs
         with world.reporting_lost_ranks(end):
-            dataset = data.open_mixture(config.data, config.model.vocab_size)
+            dataset = open_mixture(config.data, config.model.vocab_size)
             if config.eval.sample_every:
                 require_tokenizer(dataset)
             setup = startup.prepare(config, dataset, world, log)  # from here on, config is resolved: nothing is `auto`
@@ -125,7 +126,7 @@ def main(config: Config) -> int:
     return log.status
 
 
-def build(config: Config, world: World, dataset: data.Mixture, start: startup.Start) -> Run:
+def build(config: Config, world: World, dataset: Mixture, start: startup.Start) -> Run:
     """Build what an update needs: data, model and optimizers, with the weights and state to start from."""
     state = start.state
     module = on_meta(config.model, dataset.document_token(config.data.attend), config.numerics.numerics)
@@ -142,7 +143,7 @@ def build(config: Config, world: World, dataset: data.Mixture, start: startup.St
     return Run(config, world, dataset, open_batches(config, dataset, state), engine, state)
 
 
-def open_batches(config: Config, dataset: data.Mixture, state: TrainState) -> data.Batches:
+def open_batches(config: Config, dataset: Mixture, state: TrainState) -> data.Batches:
     """Return the batches of a run that goes on from `state` as `config`, which may change their size."""
     before = state.config if state.settings else config
     sizes = data.sizes_from(state.step, state.batch_sizes, before, config)
@@ -235,8 +236,7 @@ def train(run: Run) -> int:
             began, waited = time.perf_counter(), prefetcher.wait_seconds
             loss, grad_norm = update(run, prefetcher)
             seconds, waited = time.perf_counter() - began, prefetcher.wait_seconds - waited
-        # To the console, metrics.jsonl and wandb
-        run.progress.updated(state, loss, grad_norm, engine.optimizers.lr, seconds, waited)
+        run.progress.updated(state, loss, grad_norm, engine.optimizers.lr, seconds, waited)  # console, metrics.jsonl, wandb
         if due(config.eval.sample_every, state.step):
             seed = data.dropout_seed(config.run.seed, state.step, config.micro_batches)  # not used by any micro-batch
             log.sample(state.step, write_sample(engine, run.dataset, seed))

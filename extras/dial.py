@@ -6,10 +6,10 @@ docs/dial.md explains the formulas and their sources. This module does not impor
 import dataclasses
 from typing import NamedTuple
 
-import data
 from lockstep import settings
 from lockstep.common import cli
 from lockstep.common.errors import UserError
+from lockstep.dataset.mixture import open_if_there
 from lockstep.hardware.footprint import flops_per_token
 from lockstep.settings import Config, ModelConfig
 
@@ -37,7 +37,7 @@ def turn(config: Config, depth: int, given: set[str]) -> dict:
     """Return the settings that follow from `depth`, by flag name, besides those that are `given`. Raises UserError."""
     if config.model.init_from != "scratch":
         raise UserError(f"--depth={depth} is for models trained from scratch; leave out --init_from={config.model.init_from}")
-    mixture, vocab_size = data.open_if_there(config)
+    mixture, vocab_size = open_if_there(config)
     model, optimizer = model_of(config, depth, vocab_size, given), config.optim.optimizer
     tokens = TOKENS_PER_WEIGHT * weights(model)
     if mixture:

@@ -30,11 +30,11 @@ from typing import Annotated
 
 from msgspec import Meta
 
-import data
 from extras import dial, law
 from lockstep import settings
 from lockstep.common import cli, files
 from lockstep.common.errors import EX_TEMPFAIL, UserError, refuse, say
+from lockstep.dataset.mixture import open_mixture
 from lockstep.hardware.footprint import flops_per_token
 from lockstep.reports.log import duration, read_records
 from lockstep.settings import Config, ModelConfig, Ranks
@@ -141,7 +141,7 @@ def begin(args: list[str]) -> Ladder:
     refuse(f"--{name}: a ladder trains new models and chooses their size; leave it out" for name in found if name in names)
     values = {name: value for name, value in cli.flat_values(config).items() if name in names - {"name", "out_dir"}}
     words = [*args[: len(args) - len(flags)], *as_flags(values)]
-    mixture = data.open_mixture(config.data, config.model.vocab_size)
+    mixture = open_mixture(config.data, config.model.vocab_size)
     key = hashlib.sha256(json.dumps([mixture.identity, files.sha256(preset), *words]).encode()).hexdigest()[:8]
     directory = Path(config.run.out_dir, f"ladder-{config.run.name or mixture.datasets[0].directory.resolve().name}-{key}")
     batch = config.train.tokens_per_update if "tokens_per_update" in names else 0

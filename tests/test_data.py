@@ -24,11 +24,12 @@ import evaluate
 from conftest import PATIENCE, foreign_tokens, wait_for
 from lockstep.common.errors import RunError, UserError
 from lockstep.common.steps import mixtures_seen
+from lockstep.dataset.mixture import BLOCK, open_mixture, round_shares
 from lockstep.dataset.tokens import Stream, open_dataset, open_shard, write_shard
 from lockstep.parallel.world import World
 from lockstep.settings import DataConfig
 
-ONE = ((0, (data.BLOCK,)),)  # one phase, of one dataset
+ONE = ((0, (BLOCK,)),)  # one phase, of one dataset
 # Digests of the order in which mixtures take sequences, as it was when shares had 24 bits.
 WHOLE = {
     (4096,): "86dc42eb04570308",
@@ -128,7 +129,7 @@ def test_shares_are_contiguous_and_as_equal_as_can_be():
 
 
 def opened(tokens, phase=""):
-    return data.open_mixture(DataConfig(tokens, phase=phase))
+    return open_mixture(DataConfig(tokens, phase=phase))
 
 
 def make(directory, vocab_size=300, train=(500, 300), val=(200,)):
@@ -292,7 +293,7 @@ def test_prefetcher_hands_out_the_same_batches_in_order_and_passes_errors_on():
 
 
 def weights(*values):
-    return data.round_shares([Fraction(value) for value in values])
+    return round_shares([Fraction(value) for value in values])
 
 
 mixtures = st.lists(st.integers(1, 100), min_size=1, max_size=9).map(lambda values: weights(*values))
@@ -318,7 +319,7 @@ def test_weights_become_shares_of_4096(given, wanted):
 def test_every_block_has_the_share_of_each_dataset_in_another_order(shares, seed, block):
     mixed, other = (data.mixed_block(number, shares, seed) for number in (block, block + 1))
     assert np.bincount(mixed, minlength=len(shares)).tolist() == list(shares)
-    assert not np.array_equal(mixed, other) or max(shares) > data.BLOCK * 0.999
+    assert not np.array_equal(mixed, other) or max(shares) > BLOCK * 0.999
 
 
 def test_the_order_of_the_datasets_is_shuffled_and_depends_on_the_seed():

@@ -7,10 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-import data
 from conftest import ROOT, execute, foreign_tokens, reseal
 from lockstep import settings
 from lockstep.common.errors import UserError
+from lockstep.dataset.mixture import open_mixture
 from test_data import make
 
 CPU = ["--device=cpu", "--dtype=float32"]
@@ -51,7 +51,7 @@ def test_all_datasets_must_have_the_same_tokenizer(tokens, mixture, tmp_path):
     execute([sys.executable, "prepare_data.py", text, f"--out={tmp_path / 'other'}", "--tokenizer=train:257"])
     for directories in ((tokens, tmp_path / "other"), (tmp_path, tokens, tmp_path / "other")):
         with pytest.raises(UserError, match="were made with different tokenizers"):
-            data.open_mixture(settings.DataConfig(",".join(f"{directory}:1" for directory in directories)), 257)
+            open_mixture(settings.DataConfig(",".join(f"{directory}:1" for directory in directories)), 257)
 
 
 def test_own_and_foreign_tokens_are_one_vocabulary_again_where_the_models_is_padded(train, tmp_path, rng):

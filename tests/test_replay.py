@@ -24,6 +24,7 @@ from lockstep import settings
 from lockstep.checkpoints import checkpoint, resume
 from lockstep.common import errors
 from lockstep.common.errors import RunError, UserError
+from lockstep.dataset.mixture import BLOCK
 from lockstep.dataset.tokens import Stream
 from lockstep.parallel import world
 from replay import CHANGED
@@ -123,10 +124,10 @@ def test_skipped_batches_are_left_out_and_nothing_else():
         path = Path("tokens")
 
     stream = Stream([np.arange(4000, dtype="<u2").view(Tokens)], 4000)
-    plain = data.Batches([stream], ((0, (data.BLOCK,)),), 16, 4, 2, seed=1)
+    plain = data.Batches([stream], ((0, (BLOCK,)),), 16, 4, 2, seed=1)
     config = settings.replace(settings.Config(), skip_steps="3-4, 7,1")
     assert config.skipped_batches == (0, 2, 3, 6)
-    skipping = data.Batches([stream], ((0, (data.BLOCK,)),), 16, 4, 2, seed=1, skipped=config.skipped_batches)
+    skipping = data.Batches([stream], ((0, (BLOCK,)),), 16, 4, 2, seed=1, skipped=config.skipped_batches)
     assert [skipping.first_sequence(step) // 4 for step in range(5)] == [1, 4, 5, 7, 8]
     assert (skipping.batch(1, 1) == plain.batch(4, 1)).all()
     assert resume.seen_by(2, (0, 2, 3, 6)) == [0, 2, 3] and resume.seen_by(2, (2,)) == []

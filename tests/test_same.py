@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import data
 import machine
 import machines
 import same
 from conftest import ROOT, Trainer, environment, execute, reseal, wait_for
 from lockstep.common.files import sha256
+from lockstep.dataset.mixture import open_mixture
 from lockstep.settings import DataConfig
 
 SAME = same.FLAGS | dict(warmup_steps="auto", micro_batch_size="auto")  # without what a Trainer sets
@@ -156,7 +156,7 @@ def test_an_exchanged_document_is_found(forged, shared, tmp_path):
     (tokens / "dataset.json").write_text(record.replace(sha256(shared.tokens / shard.name), sha256(shard)))
     assert "its tokens or their shares differ" in verify(forged, f"--tokens={tokens}", status=2)
     path = forged / "checkpoints" / "step-00000012" / "trainer_state.json"
-    before, after = (data.open_mixture(DataConfig(str(directory))).identity for directory in (shared.tokens, tokens))
+    before, after = (open_mixture(DataConfig(str(directory))).identity for directory in (shared.tokens, tokens))
     path.write_text(path.read_text().replace(before, after))
     reseal(path.parent)
     assert "step-00000006 DOES NOT follow from step-00000003" in verify(forged, f"--tokens={tokens}", "--to=6", status=1)

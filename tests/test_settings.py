@@ -24,6 +24,7 @@ from conftest import ROOT, execute
 from lockstep import settings
 from lockstep.common import cli, errors
 from lockstep.common.errors import UserError
+from lockstep.dataset.mixture import open_mixture
 from lockstep.hardware import footprint
 from lockstep.numerics import optim
 from lockstep.parallel.world import World
@@ -194,7 +195,7 @@ CHOICES = {
 
 def assemble(config, tokens):
     """What a run is made of."""
-    mixture = data.open_mixture(settings.replace(config.data, tokens=str(tokens)))
+    mixture = open_mixture(settings.replace(config.data, tokens=str(tokens)))
     model = settings.resolve_model(config.model, mixture.vocab_size)
     config = dataclasses.replace(config, model=model, optim=settings.resolve_schedule(config.optim, config.train.steps))
     module = on_meta(config.model, mixture.document_token(config.data.attend), config.numerics.numerics)
@@ -362,11 +363,11 @@ def test_every_preset_is_valid_and_says_how_to_prepare_its_dataset(preset, tmp_p
     assert command.startswith("python prepare_data.py ") and f"--out={config.data.tokens}" in command.split()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:
-        data.open_mixture(config.data)
+        open_mixture(config.data)
     named = re.search("does not exist; the first lines of (.*) say how to prepare it", str(error.value))[1]
     assert f"# The tokens: {command}\n" in Path(named).read_text()
     with pytest.raises(UserError) as error:
-        data.open_mixture(settings.replace(config.data, tokens=str(tmp_path / "mine")))
+        open_mixture(settings.replace(config.data, tokens=str(tmp_path / "mine")))
     assert f"make it with: python prepare_data.py [SOURCE ...] --out={tmp_path}/mine" in str(error.value)
 
 

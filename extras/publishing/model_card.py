@@ -4,10 +4,10 @@ import re
 import shlex
 from pathlib import Path
 
-import data
 from lockstep import command, settings
 from lockstep.checkpoints.checkpoint import TrainState
 from lockstep.common import errors, files
+from lockstep.dataset.mixture import directories
 from lockstep.dataset.sources import HUB
 from lockstep.dataset.tokens import Metadata, read_metadata
 from lockstep.reports.log import read_records
@@ -59,7 +59,7 @@ def describe(source: Path, state: TrainState, parameters: int, dtype: str, licen
 
 def known_datasets(state: TrainState) -> dict[str, Metadata | None]:
     """Return the directories of the run's tokens, each with the content of its dataset.json (None if it has none)."""
-    paths = data.directories(state.config.data)
+    paths = directories(state.config.data)
     return {path: read_metadata(Path(path)) if Path(path, "dataset.json").exists() else None for path in paths}
 
 

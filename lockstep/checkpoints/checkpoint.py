@@ -34,6 +34,7 @@ from lockstep.checkpoints.retention import FileRecord, step_directory, write_man
 from lockstep.common import cli, files
 from lockstep.common.errors import RunError, UserError
 from lockstep.common.records import Count
+from lockstep.dataset.mixture import Mixture
 from lockstep.hardware import device
 from lockstep.numerics import optim
 from lockstep.numerics.attention import activate_attention_kernel
@@ -108,10 +109,10 @@ def versions(config: Config, own: torch.device) -> dict[str, str]:
     return packages | {"hardware": device.describe(own)}
 
 
-def load_state(directory: Path, dataset=None) -> TrainState:
+def load_state(directory: Path, dataset: Mixture | None = None) -> TrainState:
     """Return the trainer state of an intact checkpoint. Raises UserError.
 
-    dataset: the run's `data.Mixture`, which knows the identities of its data in earlier versions.
+    dataset: the run's, which knows the identities of its data in earlier versions.
     """
     path = directory / "trainer_state.json"
     state = files.read_json(path, TrainState)
@@ -228,7 +229,7 @@ class Checkpoints:
         directory: Path,
         options: CheckpointConfig,
         engine,
-        dataset,  # the run's `data.Mixture`
+        dataset: Mixture,
         log: Log,
         mirror=None,  # an `extras.mirror.Mirror`, with --mirror
         weights: Path | None = None,  # the directory that the weights came from; its bos_token is kept

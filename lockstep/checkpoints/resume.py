@@ -15,6 +15,7 @@ from lockstep.checkpoints.tensor_files import LazyTensor
 from lockstep.common import cli
 from lockstep.common.errors import UserError, refuse
 from lockstep.common.steps import mixtures_seen, step_of_phase
+from lockstep.dataset.mixture import Mixture
 from lockstep.numerics.optim import learning_rate, warn_of_jump
 from lockstep.parallel.world import World
 from lockstep.reports.log import read_records
@@ -60,10 +61,10 @@ class Start:
         return learning_rate(self.state.step, self.state.config.train.steps, optim)
 
 
-def find_start(run: Path, resume: str, init_from: str, dataset, world: World, mirror) -> Start:
+def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: World, mirror) -> Start:
     """Return where a run starts. The master decides for all ranks. Raises UserError.
 
-    dataset: the run's `data.Mixture`. mirror: its `extras.mirror.Mirror`, or None.
+    mirror: the run's `extras.mirror.Mirror`, or None.
     """
     if mirror:
         restore(run / "checkpoints", world, mirror)
@@ -95,7 +96,7 @@ def restore(checkpoints: Path, world: World, mirror) -> None:
         while_others_wait(world, fetch, mine=world.rank > 0 and world.rank % world.local_size == 0)
 
 
-def search(run: Path, resume: str, init_from: str, dataset) -> Start:
+def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
     """Return where a run starts, with notes. Raises UserError."""
     if dataset.tokenizer and dataset.eot_token is not None:  # fail now, not at the first save hours later
         huggingface.token_text(dataset.tokenizer, dataset.eot_token)
@@ -138,7 +139,7 @@ def describe_loss(run: Path, done: int, config: Config) -> list[str]:
     return [f"{ended}, so the run begins again; the first checkpoint will be {when} (--save_every, --save_minutes)"]
 
 
-def check_vocabulary(directory: Path, dataset) -> list[str]:
+def check_vocabulary(directory: Path, dataset: Mixture) -> list[str]:
     """Raise UserError unless the model in `directory` knows the dataset's tokens. Returns a warning if that is uncertain."""
     unchecked = huggingface.check_tokenizer(directory, dataset.tokenizer, dataset.eot_token)
     if (size := huggingface.read_config(directory).vocab_size) < dataset.vocab_size:

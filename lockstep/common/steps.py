@@ -34,7 +34,7 @@ def read_phases(text: str) -> list[tuple[int, str]]:
 def mixtures_seen(identity: str, steps: int) -> list[str]:
     """Return the parts of a mixture's identity that affect the first `steps` steps: --tokens, and any phase begun by then.
 
-    identity: see `data.Mixture.identity`.
+    identity: see `lockstep.dataset.mixture`.
     """
     tokens, *phases = identity.split()
     return [tokens, *(phase for phase in phases if step_of_phase(phase) < steps)]

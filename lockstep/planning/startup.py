@@ -16,6 +16,7 @@ from lockstep.checkpoints.resume import Start
 from lockstep.common import errors, files
 from lockstep.common.cli import flat_values
 from lockstep.common.errors import PIP, RunError, UserError, plural
+from lockstep.dataset.mixture import Mixture
 from lockstep.hardware import device, footprint, host
 from lockstep.numerics.attention import activate_attention_kernel
 from lockstep.numerics.optim import warn_of_warmup
@@ -46,11 +47,8 @@ class Setup:
     notes: list[str]  # what to tell the user
 
 
-def prepare(asked: Config, dataset, world: World, log: Log) -> Setup:
-    """Find where the run starts, resolve every `auto`, and check what changes. All ranks must call this. Raises UserError.
-
-    dataset: the run's `data.Mixture`.
-    """
+def prepare(asked: Config, dataset: Mixture, world: World, log: Log) -> Setup:
+    """Find where the run starts, resolve every `auto`, and check what changes. All ranks must call this. Raises UserError."""
     flags = {f"--{name}": value for name, value in flat_values(asked).items()}
     world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
     mirror = None

@@ -99,7 +99,7 @@ class Progress:
         return report
 
     def evaluated(self, state, validation: dict, seconds: float) -> None:
-        """Log an evaluation that took `seconds`, and redraw the curves. validation: see `data.Mixture.validation`."""
+        """Log an evaluation that took `seconds`, and redraw the curves. validation: see `Mixture.validation`."""
         self.log.metrics({"step": state.step, "tokens": state.tokens, **validation})
         bits = f"  {validation['val_bpb']:.4f} bits per byte" if validation["val_bpb"] else ""
         line = f"step {state.step:>6}/{self.train.steps}  validation loss {validation['val_loss']:.4f}{bits}"
