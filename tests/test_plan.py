@@ -66,7 +66,8 @@ def test_the_plan_of_a_branch_is_that_of_its_decay():
     "architecture, n_kv_head", [("gpt2", "auto"), ("llama", "auto"), ("llama", 2), ("qwen2", 2), ("qwen3", 1)]
 )
 def test_parameters_are_those_of_the_model(architecture, n_kv_head, tied):
-    model = ModelConfig(architecture, 1000, 3, 4, n_kv_head, 64, "auto", 32, tie_embeddings=tied)
+    shape = dict(n_layer=3, n_head=4, n_kv_head=n_kv_head, n_embd=64, d_ff=32, tie_embeddings=tied)
+    model = ModelConfig(architecture=architecture, vocab_size=1000, **shape)
     model = settings.resolve_model(model, 1000)
     with torch.device("meta"):
         assert sum(footprint.parameters(model).values()) == GPT(model).parameter_count()
