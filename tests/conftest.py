@@ -97,8 +97,8 @@ def damage(path):
 
 
 def pytest_xdist_auto_num_workers():
-    """One more than there are cores, because many tests wait: for a limit, another process, or the disk."""
-    return cores() + 1
+    """Two per core, because many tests wait: for a limit, another process, or the disk."""
+    return 2 * cores()
 
 
 def pytest_collection_modifyitems(items):
