@@ -268,9 +268,9 @@ class Checkpoints:
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         """Finish the save in progress, even if training has failed, and then the copy to the mirror, if there is one."""
+        self.wait(failed=error is not None)
         if error is None and self._mirror:
             self._mirror.finish()  # last, because a scheduler may not wait for it
-        self.wait(failed=error is not None)
 
     def overdue(self) -> bool:
         """Return whether --save_minutes have passed since the last save."""
