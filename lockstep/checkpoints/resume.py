@@ -9,7 +9,7 @@ from torch import nn
 from lockstep import settings
 from lockstep.checkpoints import huggingface
 from lockstep.checkpoints.checkpoint import TrainState, load_state, while_others_wait
-from lockstep.checkpoints.lookup import find, find_model
+from lockstep.checkpoints.lookup import LINKS, find, find_model
 from lockstep.checkpoints.retention import MANIFEST, find_damage, newest, published, step_of
 from lockstep.checkpoints.tensor_files import LazyTensor
 from lockstep.common import cli
@@ -55,6 +55,12 @@ class Start:
     def open_weights(self, build: Callable[[ModelConfig], nn.Module], seq_len: int) -> dict[str, LazyTensor]:
         """Return the weights under our names, to be read row by row. See `huggingface.open_model`."""
         return huggingface.open_model(self.weights, build, seq_len)[1]
+
+    def origin(self, init_from: str) -> str:
+        """Return where a checkpoint's first weights came from: its own --init_from, unless the given one differs."""
+        recorded, path = self.state.config.model.init_from, Path(init_from).absolute()
+        parent = path.parent if path.name in LINKS else path
+        return recorded if init_from == "scratch" or Path(recorded).absolute().is_relative_to(parent) else init_from
 
     def learning_rate(self, optim: OptimConfig) -> float:
         """Return the learning rate that the checkpoint's run had reached with the resolved `optim`."""
@@ -107,9 +113,9 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         path, damaged = newest(run / "checkpoints")
         if path is None:
             refuse([f"{run} has no intact checkpoint; delete the directory to start over", *damaged])
-        kept = " with the run's own settings, except for your flags" * (run / "config.toml").exists()
         notes = [f"--resume={resume} is ignored: this run already has checkpoints"] if resume != "auto" else []
         notes += [f"warning: {line}" for line in damaged]
+        kept = " with the run's own settings, except for your flags" if (run / "config.toml").exists() else ""
         return Start(load_state(path, dataset), path, continues=True, notes=[*notes, f"continuing from {path}{kept}"])
     if resume not in ("auto", "off"):
         path, notes = find(resume)
@@ -174,11 +180,11 @@ def forbidden_changes(start: Start, config: Config, dataset: str) -> list[str]:
     """Return a message for each setting that must be as it was."""
     state, own, done = start.state, start.continues, start.state.step
     now, before, was = cli.flat_values(config), state.settings, state.config
-    fixed = FIXED if own else OF_WEIGHTS
+    fields, fixed = cli.flat_fields(Config), FIXED if own else OF_WEIGHTS
     refused = []
     for name in changed_settings(start, config):
         if name in fixed:
-            refused.append(f"--{name}={now[name]}, but the checkpoint used {before[name]}")
+            refused.append(f"{cli.as_written(fields[name], now[name])}, but the checkpoint used {before[name]}")
     if own:
         saw, sees = (mixtures_seen(identity, done) for identity in (state.dataset or dataset, dataset))
         if saw[0] != sees[0]:

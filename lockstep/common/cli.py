@@ -150,13 +150,13 @@ def unexpected(words: list[str], fields: dict[str, dataclasses.Field]) -> Iterat
             values[open_flag], open_flag = word, ""
         else:
             others.append(word)
+    unknown = [name for name in values if name not in fields]
     for name, value in values.items():
         if name in fields:  # tyro leaves it over, because it is FileOnly
             line = in_file(fields[name], value)
             yield f"--{name} is not a flag; set {line} in a preset file, such as a copy of config/laptop.toml"
             continue
-        last = name == [other for other in values if other not in fields][-1]
-        yield f"unknown flag --{name}{suggestion(name, fields)}" + (" (--help lists all flags)" if last else "")
+        yield f"unknown flag --{name}{suggestion(name, fields)}" + (" (--help lists all flags)" if name == unknown[-1] else "")
     for word in others:
         yield f"unexpected {word}: put a preset or a run before all flags, and write flags as --name=value"
 

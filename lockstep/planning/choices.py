@@ -47,8 +47,7 @@ def from_start(asked: Config, start) -> Config:
         config = dataclasses.replace(config, model=start.shape(config.model))
     config = with_decay(config, start)
     if start.checkpoint:
-        init_from = origin(config.model.init_from, start.state.config.model.init_from)
-        config = settings.replace(config, init_from=init_from)
+        config = settings.replace(config, init_from=start.origin(config.model.init_from))
     if start.continues:
         before = start.state.config
         if before.run.resume not in ("auto", "off"):
@@ -81,13 +80,6 @@ def with_decay(config: Config, start) -> Config:
         late = [step for step, _ in read_phases(config.data.phase) if step >= steps]
         refuse(f"--phase={step}:... begins after the last step, {steps}" for step in late)
     return settings.replace(config, schedule="wsd", steps=steps)
-
-
-def origin(given: str, recorded: str) -> str:
-    """Return where a checkpoint's first weights came from: the `recorded` --init_from, unless the `given` one differs."""
-    path = Path(given).absolute()
-    parent = path.parent if path.name in ("best", "latest") else path
-    return recorded if given == "scratch" or Path(recorded).absolute().is_relative_to(parent) else given
 
 
 def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict) -> Config:

@@ -138,7 +138,7 @@ def show(config: Config, options: PlanConfig, survey: Survey) -> None:
 
 def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
     """Return the mildest flags that make a rank fit in `usable` bytes, on `ranks` GPUs or more, and the bytes it then needs."""
-    own, found = config.parallel.strategy, {}
+    own, fields, found = config.parallel.strategy, cli.flat_fields(Config), {}
     small, again = {"micro_batch_size": 1}, {"activation_checkpointing": True}
     for strategy, doublings in {own: 1, "fsdp": 8}.items():
         for world, flags in ((ranks * 2**i, flags) for i in range(doublings) for flags in ({}, small, again, small | again)):
@@ -151,8 +151,10 @@ def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
                     flags = flags if strategy == own else {"strategy": strategy} | flags
                     if config.parallel.shard_gradients == "off" and changed.parallel.shard_gradients == "on":
                         flags = flags | {"shard_gradients": "on"}
-                    words = " ".join(f"--{name}={str(value).lower()}" for name, value in flags.items())
-                    found[words + f" on {world} GPUs" * (world > ranks)] = size
+                    words = [cli.as_written(fields[name], value) for name, value in flags.items()]
+                    if world > ranks:
+                        words.append(f"on {world} GPUs")
+                    found[" ".join(words)] = size
                     break
     return found
 
