@@ -57,6 +57,7 @@ def executor(args: argparse.Namespace, name: str, pipeline: list):
 
 
 def main() -> None:
+    """Read the command line, and run the pipeline."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", help="a folder of .jsonl or .parquet files, or its URL")
     parser.add_argument("--out", required=True, help="a new folder, at the same path on all machines")

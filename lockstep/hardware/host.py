@@ -73,7 +73,10 @@ def default_threads() -> int:
 
 
 def prepare_torch() -> None:
-    """Set the environment variables that torch and its libraries read at startup, unless the user has set them."""
+    """Set the environment variables that torch and its libraries read at startup, unless the user has set them.
+
+    Also silences a warning of torch's about an option that we have to use.
+    """
     # Only in its reproducible mode does MKL guarantee the same float32 matmul results in every run. On AMD, that mode also puts
     # an otherwise idle thread to work (bench/LOG.md, "Classes of processors").
     os.environ.setdefault("MKL_CBWR", "AUTO")

@@ -236,8 +236,10 @@ def banner(config: Config, world: World, step: int, reads: list[str], remarks: l
     config: resolved. step: where the run begins. reads, remarks: lines about the data (`data.describe`, `Mixture.remarks`).
     """
     model, train, own, ranks = config.model, config.train, world.device, plural(world.size, "rank")
-    each, more = divmod(config.micro_batches, world.size)
-    shared = f", {each}{f' or {each + 1}' * bool(more)} on each of {ranks}" * (world.size > 1)
+    shared = ""
+    if world.size > 1:
+        each, more = divmod(config.micro_batches, world.size)
+        shared = f", {f'{each} or {each + 1}' if more else each} on each of {ranks}"
     hardware = torch.cuda.get_device_name(own) if own.type == "cuda" else f"{own.type} ({plural(host.cores(), 'core')})"
     kernel = activate_attention_kernel(model, train.micro_batch_size, device.DTYPES[train.dtype], own)
     if config.data.attend == "document":
