@@ -30,7 +30,7 @@ def without(module, command, folder):
 
 @pytest.mark.parametrize("command", [*TORCH, "extras/ladder.py --minutes=1", "plot.py x", "prepare_data.py --out=x"])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(command, tmp_path):
-    for module in ("tyro", "torch" if command in TORCH else "numpy"):
+    for module in ("tyro", "msgspec", "torch" if command in TORCH else "numpy"):
         assert without(module, command, tmp_path) == f"error: No module named '{module}'; {PIP}\n"
     said = without("fcntl", command, tmp_path)
     assert said.startswith("error: No module named 'fcntl'; Windows has no such module, so use WSL") and said.count("\n") == 1

@@ -675,6 +675,15 @@ def test_text_in_pieces_has_the_tokens_of_the_whole_in_every_language(here, smal
             make("long.txt", out="short", tokenizer="t.json", max_document_bytes=99)
 
 
+def test_what_was_replaced_is_counted_by_file(here, capsys):
+    rows = [{"text": f"row {i} half \ud83d end, whole 🚢"} for i in range(9)]
+    (here / "half.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (here / "half.txt").write_bytes(b"\xff\xfe" + "half \ud83d end".encode("utf-16-le", "surrogatepass"))
+    made = make("half.jsonl", "half.txt")
+    assert "".join(made.documents("train")).startswith("row 0 half \ufffd end, whole 🚢row 1 half \ufffd end")
+    assert "replaced by U+FFFD: half.jsonl (9), half.txt (1); if" in capsys.readouterr().out
+
+
 def test_spelled_out_ends_of_text_are_counted_and_may_separate_documents(here, small_units, capsys):
     stories = [f"Story {i}. The lantern went out.\n\nMara counted {'again ' * (i % 9)}." for i in range(150)]
     (here / "a.txt").write_text("\n<|endoftext|>\n".join(stories) + "\n<|endoftext|>\n")
