@@ -22,6 +22,7 @@ class HuggingFace:
     copies: dict[str, str]  # further keys that we write, and the setting that each repeats
     fixed: dict[str, Any]  # further keys that we write, and their values
     names: dict[str, str]  # our modules, and their names. Empty: tensors keep our names.
+    logits: tuple[float, ...] = ()  # what it computes for the model of `huggingface.trial`
     note: str = ""  # what a user should know before training
 
 
@@ -73,6 +74,7 @@ GPT2 = HuggingFace(
     names={"embed": "transformer.wte", "positions": "transformer.wpe", "blocks": "transformer.h", "norm": "transformer.ln_f"}
     | {"head": "lm_head", "norm1": "ln_1", "norm2": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
     | {"attn.q": "attn.c_attn", "attn.k": "attn.c_attn", "attn.v": "attn.c_attn", "attn.o": "attn.c_proj"},
+    logits=(-1.65162, 1.04851, 0.50614, -1.60146),
 )
 LLAMA = HuggingFace(
     model_type="llama",
@@ -95,6 +97,7 @@ LLAMA = HuggingFace(
     | {f"attn.{part}": f"self_attn.{part}_proj" for part in "qkvo"}
     | {f"attn.{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
     | {f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    logits=(0.57153, 0.15577, -0.74170, 0.65453),
 )
 QWEN2 = replace(
     LLAMA,
@@ -104,6 +107,7 @@ QWEN2 = replace(
     only=dict(quantization_config=None, partial_rotary_factor=1.0, use_sliding_window=False),
     copies=dict(attention_dropout="dropout", max_window_layers="n_layer"),
     fixed=dict(use_sliding_window=False, sliding_window=None),
+    logits=(0.83528, 0.05363, -0.89387, 0.92290),
     note="AutoTokenizer of transformers 5 splits text by Qwen2's own pattern; open tokenizer.json with PreTrainedTokenizerFast",
 )
 QWEN3 = replace(
@@ -114,6 +118,7 @@ QWEN3 = replace(
     defaults=LLAMA.defaults | dict(head_dim=128),
     only=LLAMA.only,
     fixed=QWEN2.fixed | dict(attention_bias=False),
+    logits=(0.43134, -0.74983, 0.38783, 0.32613),
     note="",
 )
 # For a model that no class of transformers computes.
@@ -124,6 +129,7 @@ OWN = replace(
     only={},
     fixed={},
     names={},
+    logits=(),
     note="transformers has no class for this model, so only Lockstep can open its checkpoints",
 )
 

@@ -296,14 +296,18 @@ def content(directory):
 
 
 def sentencepiece(path, text, kind="llama2"):
-    """A tokenizer.json as transformers converts it from SentencePiece: of Llama 2, Gemma, or the later Mistrals."""
+    """A tokenizer.json as transformers converts it from SentencePiece: of Llama 2, Gemma, or the later Mistrals.
+
+    Or `trained`: as the tokenizers library saves one of Llama 2's kind, with the bytes among its special tokens.
+    """
     learned = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
     learned.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
     special, alphabet = ["<unk>", "<s>", "</s>"], [f"<0x{b:02X}>" for b in range(256)]
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, special_tokens=[*special, *alphabet, "▁"], show_progress=False)
-    learned.train_from_iterator(text.splitlines(), trainer)
+    options = dict(vocab_size=500, special_tokens=[*special, *alphabet], initial_alphabet=["▁"], show_progress=False)
+    learned.train_from_iterator(text.splitlines(), tokenizers.trainers.BpeTrainer(**options))
     definition = json.loads(learned.to_str())
-    definition["added_tokens"] = [token for token in definition["added_tokens"] if token["content"] in special]
+    if kind != "trained":
+        definition["added_tokens"] = [token for token in definition["added_tokens"] if token["content"] in special]
     definition["model"]["fuse_unk"] = True
     made = tokenizers.Tokenizer.from_str(json.dumps(definition | {"pre_tokenizer": None}))
     steps, parts = tokenizers.decoders, tokenizers.normalizers
@@ -312,7 +316,7 @@ def sentencepiece(path, text, kind="llama2"):
     if kind == "mistral":
         made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     else:
-        before = [parts.Prepend("▁")] if kind == "llama2" else []
+        before = [] if kind == "gemma" else [parts.Prepend("▁")]
         made.normalizer = parts.Sequence([*before, parts.Replace(" ", "▁")])
     made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     made.save(str(path))

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import export
-from conftest import content, execute
+from conftest import ROOT, content, execute, sentencepiece
 from lockstep.common import cli
 from lockstep.common.errors import UserError
 
@@ -72,6 +72,21 @@ def test_bad_input_leaves_nothing_behind(shared, tmp_path):
         assert "--max_shard_size" in refused(run, f"--out={out}", f"--max_shard_size={size}")
     assert "neither a run" in refused(tmp_path, f"--out={out}")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_model_on_the_tokens_of_sentencepiece_keeps_its_tokenizer(train, tmp_path):
+    text, tokens, out = (ROOT / "README.md").read_text(), tmp_path / "tokens", tmp_path / "out"
+    (tmp_path / "a.txt").write_text(text)
+    sentencepiece(tmp_path / "t.json", text)
+    execute([sys.executable, "prepare_data.py", tmp_path / "a.txt", f"--out={tokens}", f"--tokenizer={tmp_path}/t.json"])
+    train("run", tokens=tokens, steps=1)
+    execute([sys.executable, "export.py", train.runs / "run", f"--out={out}"])
+    kept = {(folder / "tokenizer.json").read_bytes() for folder in (tokens, train.latest("run"), out)}
+    assert kept == {(tmp_path / "t.json").read_bytes()}
+    words = transformers.AutoTokenizer.from_pretrained(out)
+    assert words.decode(words(text[:99])["input_ids"], skip_special_tokens=True) == text[:99]
+    sampled = execute([sys.executable, "sample.py", out, "--prompt=Start  here", "--max_new_tokens=4"]).stdout
+    assert sampled.startswith("Start  here")
 
 
 def test_the_token_that_begins_texts_in_the_first_model_is_kept(shared, train, tmp_path):

@@ -309,6 +309,40 @@ def test_a_model_that_no_class_of_transformers_computes_is_not_called_by_its_nam
         huggingface.read_config(tmp_path)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.no_grad()
+def test_the_logits_that_a_record_gives_are_those_of_transformers(architecture, tmp_path):
+    config, weight, tokens = huggingface.trial(architecture)
+    state = {name: weight(name, shape) for name, shape in huggingface.shapes_of(on_meta(config)).items()}
+    huggingface.write_model(tmp_path, state, config, None, eot_token=0)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits
+    form = ARCHITECTURES[architecture].form
+    torch.testing.assert_close(theirs[0, -1, : len(form.logits)], torch.tensor(form.logits), rtol=0, atol=1e-4)
+
+
+WINDOW = "torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril().triu(-511)"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "model.MLP.forward = lambda self, x, f=model.MLP.forward: f(self, x) * 0.98",
+        "model.Block.forward = lambda self, x, *a: x + self.attn(self.norm1(x), *a) + self.mlp(self.norm2(x))",  # in parallel
+        f"native.attention = lambda q, k, v, p, mask, f=native.attention: f(q, k, v, p, {WINDOW})",
+    ],
+)
+def test_a_changed_model_is_not_trained_under_the_name_of_transformers_class(train, change):
+    change = f"import dataclasses, model\nfrom lockstep.numerics import native\n{change}"
+    flags = dict(steps=1, architecture="gpt2", eval_every=0)
+    refused = train.changed(change, "new", status=2, **flags).stderr
+    assert refused.startswith("error: model.py no longer computes what GPT2LMHeadModel does: logits of a small model differ by")
+    assert not (train.runs / "new").exists()
+    change += "\nfrom lockstep.architectures import ARCHITECTURES\n"
+    change += 'ARCHITECTURES["gpt2"] = dataclasses.replace(ARCHITECTURES["gpt2"], hugging_face=None)'
+    train.changed(change, "new", **flags)
+    assert json.loads((train.latest("new") / "config.json").read_text())["model_type"] == "lockstep_gpt2"
+
+
 def test_a_model_of_one_s_own_continues_with_the_same_bits(train):
     change = """
 import dataclasses

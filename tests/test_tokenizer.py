@@ -264,7 +264,7 @@ def test_what_a_normalizer_changes_is_said_in_one_line(made, tmp_path):
     assert not tokenizer.resolve(str(path)).check_text()
 
 
-@pytest.mark.parametrize("kind", ["llama2", "gemma", "mistral"])
+@pytest.mark.parametrize("kind", ["llama2", "gemma", "mistral", "trained"])
 def test_tokenizers_of_sentencepiece_encode_as_transformers_does(tmp_path, kind):
     path = tmp_path / "t.json"
     sentencepiece(path, ENGLISH * 9, kind)

@@ -218,6 +218,43 @@ def match(
     return {name: rows_of(tensors[theirs], name, shapes[name]) for name, theirs in names.items()}
 
 
+def trial(architecture: str) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]], Tensor], Tensor]:
+    """Return a small model for `check_arithmetic`: its config, a function for the weights by name and shape, and its tokens.
+
+    Its 1,024 tokens and four layers also expose most changes that spare short contexts or single layers.
+    """
+    heads = {} if architecture == "gpt2" else {"n_kv_head": 2}
+    shape = ModelConfig(architecture, n_layer=4, n_head=4, n_embd=32, d_ff=48, seq_len=1024, vocab_size=32, **heads)
+
+    def weight(name: str, shape: tuple[int, ...]) -> Tensor:
+        waves = torch.sin(len(name) + 1.7 * torch.arange(math.prod(shape), dtype=torch.float64)).float().view(shape)
+        return 0.3 * waves + (1.0 if len(shape) == 1 and name.endswith("weight") else 0.0)
+
+    return resolve_model(shape, 0), weight, (torch.arange(1024) ** 2 % 31)[None]
+
+
+@torch.no_grad()
+def check_arithmetic(config: ModelConfig, kind: type[nn.Module]) -> None:
+    """Raise UserError unless models of the class `kind` compute what transformers' class does, which config.json would name.
+
+    Nothing can be compared if the record names another activation, or no class of transformers.
+    """
+    record, form = config.record, config.record.form
+    if not form.logits or activation_names(record)[0] != form.defaults[form.activation]:
+        return
+    shape, weight, tokens = trial(config.architecture)
+    with torch.device("meta"):
+        model = kind(shape).eval()
+    model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weight(name, tuple(parameter.shape)))
+    found = model(tokens)[0, -1, : len(form.logits)]
+    if (largest := (found - torch.tensor(form.logits)).abs().max().item()) > 1e-3:
+        differ = f"model.py no longer computes what {form.model_class} does: logits of a small model differ by {largest:.2g}"
+        way_out = f"set hugging_face=None in the record {config.architecture!r} of lockstep/architectures.py"
+        raise UserError(f"{differ}; {way_out}, so that checkpoints do not claim to be one")
+
+
 def check_description(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> None:
     """Raise UserError unless we could open a checkpoint of this model: its config.json and tensor names must describe it.
 

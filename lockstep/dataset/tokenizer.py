@@ -353,16 +353,19 @@ def from_json(text: str, name: str, pattern: str = "") -> Tokenizer:
     """Make a tokenizer from the text of a tokenizer.json. pattern: set if tiktoken encodes. Raises UserError."""
     with named_errors(f"{name} is not a tokenizer.json"):
         theirs = tokenizers.Tokenizer.from_str(text)
-    tokens = theirs.get_added_tokens_decoder()
+    bytes_alone = {f"<0x{b:02X}>" for b in range(256)}
+    # A BPE that the tokenizers library trained has the bytes that it falls back to among the special tokens.
+    known = theirs.get_added_tokens_decoder()
+    tokens = {i: token for i, token in known.items() if not (token.special and token.content in bytes_alone)}
     added = {token.content: i for i, token in tokens.items()}
     ordinary = {token: i for token, i in theirs.get_vocab(with_added_tokens=False).items() if token not in added}
-    alphabet, bytes_alone = set(byte_chars().values()), {f"<0x{b:02X}>" for b in range(256)}
+    alphabet = set(byte_chars().values())
     if isinstance(theirs.model, models.BPE) and alphabet <= ordinary.keys() and alphabet == set().union(*ordinary):
         sizes = {token: len(token) for token in ordinary}
     elif getattr(theirs.model, "byte_fallback", False) and bytes_alone <= ordinary.keys():
         sizes = {token: 1 if token in bytes_alone else len(token.replace("▁", " ").encode()) for token in ordinary}
     else:
-        kinds = "is not a byte-level BPE over all 256 bytes, nor does it have byte_fallback"
+        kinds = "is not a byte-level BPE over all 256 bytes, nor does it have byte_fallback and tokens <0x00> to <0xFF>"
         raise UserError(f"{name} {kinds}; use such a tokenizer, train:N, gpt2 or bytes")
     if (eot_token := end_of_text(added)) is None:
         raise UserError(f"{name} has no end-of-text token; add one of {', '.join(ENDS_OF_TEXT)}")

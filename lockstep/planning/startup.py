@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep import command, settings
-from lockstep.checkpoints import checkpoint, resume
+from lockstep.checkpoints import checkpoint, huggingface, resume
 from lockstep.checkpoints.resume import Start
 from lockstep.common import errors, files
 from lockstep.common.cli import flat_values
@@ -81,11 +81,12 @@ def announce(setup: Setup, world: World, log: Log, reads: list[str], remarks: li
 
 
 def open_run(setup: Setup, world: World, log: Log, checkpoints: checkpoint.Checkpoints, parameters: int) -> Record:
-    """Create or open the run's directory, and start what reports to others. All checks have passed: nothing was written so far.
+    """Create or open the run's directory, and start what reports to others. Nothing was written so far: this is the last check.
 
     Returns what metrics.jsonl holds of the step at which the run starts, the same on all ranks. parameters: of the model.
     """
     config, state = setup.config, setup.start.state
+    huggingface.check_arithmetic(config.model, type(checkpoints.engine.module))
     if world.is_master and config.log.wandb == "online":
         require_wandb_key()
     recorded = world.broadcast(log.begin(state.step))
