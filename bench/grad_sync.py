@@ -3,6 +3,7 @@
 python bench/grad_sync.py cost|overlap [--flag=value ...]
 """
 
+import contextlib
 import ctypes
 import functools
 import statistics
@@ -45,7 +46,10 @@ def cost(config: CostConfig) -> None:
     pairs = [(strategy, int(ranks)) for ranks in config.ranks.split(",") for strategy in config.strategies.split(",")]
     measure = {f"{strategy} on {ranks}": functools.partial(update_ms, config, strategy, ranks) for strategy, ranks in pairs}
     each = machine.in_turns(config.rounds, measure)
-    print(machine.write(config.name, {"update_ms_each": each}, config.out))
+    print(path := machine.write(config.name, {"update_ms_each": each}, config.out))
+    if config.strategies == "ddp":
+        for theme in ("light", "dark"):
+            draw_scaling(each, path.with_name(f"{config.name}_{theme}.svg"), theme)
 
 
 def update_ms(config: CostConfig, strategy: str, ranks: int) -> float:
@@ -231,19 +235,31 @@ def sleeping(module):
     return module
 
 
-def draw(rows: list[dict], out: Path, theme: Literal["light", "dark"]) -> None:
-    """Draw the exposed time on two ranks against the size of a bucket, with its range, at two rates."""
+@contextlib.contextmanager
+def chart(out: Path, theme: str, xlabel: str, ylabel: str):
+    """An axis of a picture in a theme of GitHub's, which is published at the end."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     ink, background = {"light": ("#1f2328", "#ffffff"), "dark": ("#e6edf3", "#0d1117")}[theme]
-    styles = {"2gbit": ("2 Gbit/s", "#0072b2"), "500mbit": ("500 Mbit/s", "#d55e00")}
-    rows = [row for row in rows if (row["ranks"], row["compute"]) == (2, "model") and row["rate"] in styles]
     keys = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     with rc_context({"svg.fonttype": "none", "font.size": 11} | dict.fromkeys(keys, ink)):
         figure = Figure(figsize=(8, 4.2), layout="constrained", facecolor=background)
         axis = figure.subplots()
-        axis.set(facecolor=background, xlabel="bucket size", ylabel="ms that communication adds to an update")
+        axis.set(facecolor=background, xlabel=xlabel, ylabel=ylabel)
+        yield axis
+        axis.set_ylim(bottom=0)
+        axis.grid(color=ink, alpha=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+        curves.save(figure, out)
+
+
+def draw(rows: list[dict], out: Path, theme: Literal["light", "dark"]) -> None:
+    """Draw the exposed time on two ranks against the size of a bucket, with its range, at two rates."""
+    styles = {"2gbit": ("2 Gbit/s", "#0072b2"), "500mbit": ("500 Mbit/s", "#d55e00")}
+    rows = [row for row in rows if (row["ranks"], row["compute"]) == (2, "model") and row["rate"] in styles]
+    with chart(out, theme, "bucket size", "ms that communication adds to an update") as axis:
         for rate, (label, color) in styles.items():
             for way, name, line in (("overlap", "ScratchOverlap", "o-"), ("ddp", "torch's DDP", "s--")):
                 found = {row["bucket_mb"]: row for row in rows if (row["rate"], row["way"]) == (rate, way)}
@@ -255,11 +271,17 @@ def draw(rows: list[dict], out: Path, theme: Literal["light", "dark"]) -> None:
                 style = dict(color=color, capsize=3, linewidth=1.7, markersize=5, label=f"{name}, {label}")
                 axis.errorbar([x for x, _ in points], y, yerr=[below, above], fmt=line, **style)
         axis.set_xticks(range(len(SIZES) + 1), [*SIZES, "all in one"])
-        axis.set_ylim(bottom=0)
-        axis.grid(color=ink, alpha=0.15)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
-        curves.save(figure, out)
+
+
+def draw_scaling(each: dict[str, list[float]], out: Path, theme: Literal["light", "dark"]) -> None:
+    """Draw how many times as fast several processes are as one, beside the ideal and what courses promise for GPUs."""
+    counts = {int(name.rpartition(" ")[2]): name for name in each}
+    ours = [machine.ratio(each[counts[1]], each[name]) for name in counts.values()]
+    with chart(out, theme, "processes", "times as fast as one process") as axis:
+        axis.plot([1, 8], [1, 8], ":", color="0.5", label="ideal")
+        axis.plot([1, 2, 4, 8], [1, 1.9, 3.8, 7.5], "s--", color="#0072b2", label="typical for GPUs, as courses give it")
+        axis.plot([*counts], ours, "o-", color="#d55e00", label=f"this machine, {machine.describe()['machine']['cores']} cores")
+        axis.set_xticks([1, 2, 4, 8])
 
 
 if __name__ == "__main__":

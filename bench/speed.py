@@ -1,11 +1,10 @@
 """How fast is training, compared with other trainers and with the machine?
 
-python bench/speed.py steps|known|portable [--flag=value ...]
+python bench/speed.py steps|c|portable [--flag=value ...]
 """
 
 import functools
 import itertools
-import math
 import os
 import re
 import resource
@@ -25,12 +24,11 @@ from audit_trainers import HuggingFace, Job, LitGPT, NanoGPT, Trainer
 from forks import in_fresh_process
 from lockstep.common.errors import RunError, UserError
 from lockstep.hardware import host
-from machine import arguments, in_turns, ratio, spread, step_ms, timed
+from machine import in_turns, ratio, spread, step_ms
 
 SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
 SEQ_LEN, BATCH = 256, 8
 STEPS = 30  # updates per run; the first ten do not count
-KNOWN_LOSS = 1.4697
 
 # Of `portable`: nanoGPT's model, and what every run has.
 GPT2 = dict(architecture="gpt2", n_layer=6, n_head=6, n_embd=384, seq_len=256, vocab_size=128, optimizer="adamw", lr=1e-3)
@@ -147,46 +145,82 @@ def products_alone(dtype: str) -> float:
 
 
 @dataclass(frozen=True)
-class KnownConfig(machine.Out):
-    text: str = "input.txt"
-    """tiny Shakespeare's input.txt."""
+class CConfig(machine.Out):
+    llmc: str = "llm.c"
+    """A checkout of llm.c."""
+    rounds: int = 5
 
 
-def known(config: KnownConfig) -> int:
-    """When does training reach nanoGPT's 1.4697 on tiny Shakespeare? python bench/speed.py known --text=input.txt
+def c(config: CConfig) -> None:
+    """How fast is an update of GPT-2 124M, compared with llm.c's train_gpt2.c? python bench/speed.py c --llmc=PATH
 
-    1.4697 is the best validation loss that nanoGPT's README gives for its GPT of 10.65 M parameters, after minutes on a GPU.
-    Trains config/shakespeare_10m.toml with each seed. The loss is over the whole validation split, and the time counts from the
-    command. Writes known_loss.json and known_loss.png.
+    An update has 4 sequences, as in train_gpt2.c, of its 64 tokens and of 256. llm.c is built with its flags (-Ofast
+    -march=native -fopenmp) and starts from random weights. It prints the time of each update. In turns, with one thread per
+    core. Writes llmc.json.
     """
-    from matplotlib.figure import Figure
-
-    rows = []
+    source = Path(config.llmc, "train_gpt2.c")
+    if not source.exists():
+        raise UserError(f"--llmc={config.llmc} is not a checkout of karpathy/llm.c")
+    os.environ["OMP_NUM_THREADS"] = str(host.cores())
+    times = {}
     with machine.workspace() as folder:
-        machine.prepare_tokens(tokens := folder / "tokens", Path(config.text).resolve(), tokenizer="bytes")
-        for seed in range(3):
-            began, run = time.time(), folder / f"seed{seed}"
-            flags = dict(tokens=tokens, out_dir=folder, name=run.name, seed=seed)
-            seconds = timed(arguments("train.py", "config/shakespeare_10m.toml", **flags))
-            found = [record for record in machine.metrics(run) if "val_bpb" in record]
-            curve = [[(each["time"] - began) / 60, each["step"], each["val_bpb"] * math.log(2)] for each in found]
-            reached = next((minutes for minutes, _, value in curve if value <= KNOWN_LOSS), None)
-            row = {"seed": seed, "minutes to 1.4697": reached, "least loss": min(point[2] for point in curve)}
-            rows.append(row | {"seconds": seconds, "curve (minutes, step, loss)": curve})
-            print(row, flush=True)
-    axis = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
-    for row in rows:
-        minutes, _, losses = zip(*row["curve (minutes, step, loss)"], strict=True)
-        axis.plot(minutes, losses, label=f"seed {row['seed']}")
-    axis.axhline(KNOWN_LOSS, color="0.5", linestyle="--", label="nanoGPT on a GPU, 1.4697")
-    axis.set(
-        xlabel=f"minutes on {host.cores()} cores of {host.cpu_name()}", ylabel="validation loss per character", ylim=(None, 2.2)
-    )
-    axis.legend(frameon=False)
-    path = machine.write("known_loss", {"rows": rows, "known": KNOWN_LOSS}, config.out)
-    figure.savefig(path.with_suffix(".png"), dpi=150)
-    print(path)
-    return int(any(row["minutes to 1.4697"] is None for row in rows))
+        machine.make_tokens(folder / "tokens", 400_000, 50257)
+        for length in (64, 256):
+            build_llmc(source, folder / f"llmc{length}", folder / "tokens", length)
+            shape = dict(n_layer=12, n_head=12, n_embd=768, seq_len=length, micro_batch_size=4, tokens_per_update=4 * length)
+            shape |= dict(architecture="gpt2", optimizer="adamw", lr=1e-4, vocab_size=50304, tokens=folder / "tokens")
+            contenders = {"llm.c": functools.partial(llmc_ms, folder / f"llmc{length}")}
+            for dtype, mode in itertools.product(("float32", "bfloat16"), ("off", "on")):
+                flags = shape | dict(dtype=dtype, compile=mode, steps=8, device="cpu")
+                name = f"ours, {dtype}, {'compiled' if mode == 'on' else 'eager'}"
+                contenders[name] = functools.partial(median_ms, flags)
+            times[f"4 x {length}"] = in_turns(config.rounds, contenders)
+    found = {size: {name: spread(values) for name, values in measured.items()} for size, measured in times.items()}
+    ratios = {size: {name: ratio(measured["llm.c"], measured[name]) for name in measured} for size, measured in times.items()}
+    compiler = machine.output_of("cc", "--version").split("\n")[0]
+    commit = machine.output_of("git", "-C", config.llmc, "rev-parse", "HEAD")
+    result = {"update_ms": found, "times as fast as llm.c": ratios, "llm.c": {"commit": commit, "compiler": compiler}}
+    print(machine.write("llmc", result, config.out), ratios, sep="\n")
+
+
+def build_llmc(source: Path, work: Path, tokens: Path, length: int) -> None:
+    """Build train_gpt2.c for sequences of `length` tokens, and write random weights and tokens where it looks for them."""
+    import numpy as np
+
+    code, data = source.read_text(), work / "dev" / "data" / "tinyshakespeare"
+    if code.count("int T = 64;") != 1:
+        raise UserError(f"{source} sets its sequence length in another way than commit f1e2ace")
+    data.mkdir(parents=True)
+    for split in ("train", "val"):
+        (data / f"tiny_shakespeare_{split}.bin").symlink_to(tokens / f"made_{split}_000000.bin")
+    (work / "train_gpt2.c").write_text(code.replace("int T = 64;", f"int T = {length};"))
+    flags = ["-Ofast", "-march=native", "-fopenmp", "-DOMP", f"-I{source.resolve().parent}"]
+    subprocess.run(["cc", *flags, "train_gpt2.c", "-lm", "-o", "train_gpt2"], cwd=work, check=True, stderr=subprocess.DEVNULL)
+    layers, width, vocab = 12, 768, 50304
+    count = (vocab + 1024) * width + layers * (12 * width**2 + 13 * width) + 2 * width
+    header = np.zeros(256, np.int32)
+    header[:8] = 20240326, 3, 1024, 50257, layers, 12, width, vocab
+    with (work / "gpt2_124M.bin").open("wb") as file:
+        header.tofile(file)
+        (0.02 * np.random.default_rng(0).standard_normal(count, np.float32)).tofile(file)
+
+
+def llmc_ms(work: Path) -> float:
+    """The median time of llm.c's updates 2 to 5. It is stopped then, because it would evaluate and sample."""
+    found = []
+    with subprocess.Popen(["./train_gpt2"], cwd=work, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            found += map(float, re.findall(r"took ([\d.]+) ms", line))
+            if len(found) == 5:
+                process.kill()
+    if len(found) < 5:
+        raise RunError(f"{work / 'train_gpt2'} ended with {process.returncode}")
+    return statistics.median(found[1:])
+
+
+def median_ms(flags: dict) -> float:
+    """The median time of our updates, without the first three."""
+    return statistics.median(step_ms("config/laptop.toml", **flags)[2:])
 
 
 @dataclass(frozen=True)
@@ -227,4 +261,4 @@ def cpu_seconds(flags: dict, updates: int = 4) -> float:
 
 
 if __name__ == "__main__":
-    machine.choose(__doc__, steps=(StepsConfig, steps), known=(KnownConfig, known), portable=(PortableConfig, portable))
+    machine.choose(__doc__, steps=(StepsConfig, steps), c=(CConfig, c), portable=(PortableConfig, portable))
