@@ -32,6 +32,7 @@ def test_an_installed_package_does_not_hide_a_module_of_ours(tmp_path):
     assert done.stdout.strip() == str(machine.ROOT / "evaluate.py")
 
 
+@pytest.mark.slow
 def test_the_table_of_strategies_has_a_row_for_each_and_is_not_written_over_the_tracked_one(tokens, tmp_path):
     assert Path(machine.RESULTS).relative_to(machine.ROOT).parts[0] == "runs"
     few = dict(strategies="ddp,scratch_overlap", ranks=2, rounds=1, steps=4, tokens=tokens)
@@ -111,6 +112,7 @@ def test_hard_kills_sees_a_damaged_checkpoint_a_lost_one_and_when_the_kill_fell(
     assert problems == [f"{name}: model.safetensors does not match its sha256" for name in ("step-00000003", "latest")]
 
 
+@pytest.mark.slow
 def test_audit_finds_that_a_run_of_ours_is_the_same_run(tmp_path):
     _, result = run("audit", tmp_path, "audit", "lockstep", only="killed,flipped,two")
     row = result["trainers"]["lockstep"]

@@ -73,7 +73,7 @@ ODD = dict(EXACT, n_embd=44, head_dim=22, n_head=2)
     [
         ("float32", "off", "adamw", (4,)),
         ("bfloat16", "off", "muon", (5,)),
-        ("bfloat16", "on", "muon", (3,)),
+        pytest.param("bfloat16", "on", "muon", (3,), marks=pytest.mark.slow),
     ],
 )
 def test_exact_gives_the_same_bits_on_any_number_of_ranks(train, dtype, compile, optimizer, others):

@@ -50,6 +50,7 @@ def torchrun_of(job):
     return next(int(pid) for pid, group, words in rows if int(group) == job.pid and "bin/torchrun" in words)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_told_its_time_limit_goes_back_into_the_queue_and_ends_with_the_same_bits(train, submit):
     flags = dict(steps=300, tokens_per_update=64, micro_batch_size=2, save_every=0, eval_every=0)
     train("whole", RANKS, **flags)
