@@ -283,6 +283,8 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
     state.unsound = not (math.isfinite(grad_norm) and checkpoint.is_sound(loss, config.model.vocab_size))
     state.step += 1
     state.tokens += config.train.tokens_per_update
+    if math.isfinite(loss):
+        state.unlogged_losses = (state.unlogged_losses[0] + loss, state.unlogged_losses[1] + 1)
     return loss, grad_norm
 
 

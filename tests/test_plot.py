@@ -63,12 +63,17 @@ def test_the_command_draws_several_runs(tmp_path):
 
 def test_a_picture_names_runs_panels_and_the_last_validation_loss(tmp_path, figure_of):
     runs = [write_run(tmp_path / name) for name in ("small", "large")]
-    panels = {"loss (dots: validation)", "learning rate", "gradient norm", "tokens per second"}
+    panels = {"loss (dots: validation, on other documents)", "learning rate", "gradient norm", "tokens per second"}
     assert {"small, validation 1.500", "large, validation 1.500", "step"} | panels <= words(figure_of(*runs))
     assert "small, validation 1.500" in words(figure_of(runs[0]))
 
 
 NAMES = ["lr $\\x_$", "a$b$c", "_mine", "50%_{x}^", "two\nlines", "n" * 255]
+
+
+def test_the_mean_since_the_last_line_is_drawn(tmp_path):
+    run = write_run(tmp_path / "run", tail=json.dumps({"step": 70, "tokens": 70, "loss": 9.0, "mean_loss": 2.0}) + "\n")
+    assert curves.read(run).points("loss")[1][-1] == 2.0
 
 
 def test_names_are_drawn_as_they_are(tmp_path, figure_of):

@@ -93,6 +93,16 @@ def test_one_big_batch_and_three_ranks_equal_one_process(train):
     assert len(re.findall(r"^step     20/20  loss", done.stdout, re.M)) == 1  # only the master tells
 
 
+def test_mean_loss_is_that_of_the_steps_since_the_last_line(train):
+    train("each", steps=8)
+    losses = [record["loss"] for record in train.metrics("each", "loss")]
+    train("fourth", steps=8, log_every=4, save_every=6)
+    train("branch", steps=8, log_every=4, resume=train.runs / "fourth" / "checkpoints" / "step-00000006")
+    means = [sum(losses[:1]), sum(losses[1:4]) / 3, sum(losses[4:]) / 4]
+    for run, wanted in (("fourth", means), ("branch", means[2:])):
+        assert [record["mean_loss"] for record in train.metrics(run, "loss")] == pytest.approx(wanted, rel=1e-12)
+
+
 def test_only_rank_0_writes_and_starts_wandb_which_keeps_its_run_id(train):
     env = dict(WANDB_RUN_GROUP="sweep", WANDB_TAGS="small,tiny", WANDB_PROJECT="other-team", WANDB_MODE="disabled")  # flags win
     flags = dict(ranks=2, wandb="offline", wandb_project="test", env=env)

@@ -60,6 +60,7 @@ class TrainState:
     tokens: Count = 0  # tokens seen
     best: list[tuple[float, Count]] = field(default_factory=list)  # lowest (validation loss, step), best first
     skipped: Count = 0  # updates skipped because of a non-finite gradient
+    unlogged_losses: tuple[float, Count] = (0.0, 0)  # sum and number of the losses since the last line of metrics.jsonl
     unsound: bool = False  # whether the last gradient was not finite or the loss hopeless, so the weights may be useless
     identity: str = ""  # of the run, random; empty in older runs. Two runs may have the same name
     wandb_run_id: str = ""

@@ -24,7 +24,10 @@ COLORS_ON_BLACK = ("#56b4e9", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#f0e4
 # Colors of the background, the text, the numbers at the axes, the axes and the grid.
 THEMES = {"light": ("white", "0.15", "0.3", "0.6", "0.91"), "dark": ("#0d1117", "0.9", "0.75", "0.45", "0.2")}
 PANELS = dict(
-    loss="loss (dots: validation)", lr="learning rate", grad_norm="gradient norm", tokens_per_second="tokens per second"
+    loss="loss (dots: validation, on other documents)",
+    lr="learning rate",
+    grad_norm="gradient norm",
+    tokens_per_second="tokens per second",
 )
 STYLES = ("-", "--", ":", "-.")  # one per task, or one for every seven curves
 DECADES = 30  # if the largest gradient norm exceeds this many times the smallest, its axis is logarithmic
@@ -112,6 +115,8 @@ def read(run: Path) -> Curves:
         raise UserError(f"{path} is empty; train.py logs a line every --log_every steps")
     predicted = run / "prediction.json"
     prediction = files.read_json(predicted, Prediction) if predicted.exists() else None
+    for record in training:  # the mean since the line before is less noisy than the loss of one batch
+        record["loss"] = record.get("mean_loss", record["loss"])
     scores = [record for record in records if record and any(key.startswith("tasks/") for key in record)]
     return Curves(run.resolve().name, training, validation, scores, prediction)
 

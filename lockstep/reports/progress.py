@@ -69,7 +69,10 @@ class Progress:
     def report(self, state, loss: float, grad_norm: float, lr: float) -> None:
         """Log the last update, and the speed since the last report."""
         step, steps, speed = state.step, self.train.steps, self.speed()
-        record = {"step": step, "tokens": state.tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm, **speed}
+        total, count = state.unlogged_losses
+        state.unlogged_losses = (0.0, 0)
+        record = {"step": step, "tokens": state.tokens, "loss": loss, "mean_loss": total / count if count else None, "lr": lr}
+        record |= {"grad_norm": grad_norm, **speed}
         memory = round(device.peak_memory_gb(torch.device(self.train.device)), 3)
         record |= {f"epochs/{name}": float(f"{read:.6g}") for name, read in self.epochs(step).items()}
         self.log.metrics(record | {"memory_gb": memory, "skipped": state.skipped or None})
