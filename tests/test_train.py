@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import struct
 import sys
 import tomllib
 
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import machine
+import wandb_server
 from conftest import ROOT, before_update, execute, largest_difference
 from evaluate import describe
 from lockstep import settings
@@ -115,14 +117,31 @@ def test_only_rank_0_writes_and_starts_wandb_which_keeps_its_run_id(train):
     steps = [record["step"] for record in train.metrics("logged", "loss")]
     assert steps == list(range(1, 13))
 
-    seen = []
-    for folder, lr in ((first, 1e-2), (second, 5e-3)):
-        content = next(folder.glob("*.wandb")).read_bytes()  # protocol buffers, in which texts are as they are
+    for folder, lr, last in ((first, 1e-2, 10), (second, 5e-3, 12)):
+        (path,) = folder.glob("*.wandb")
+        assert steps_in(path) == steps[:last]  # the newest folder has everything
+        content = path.read_bytes()  # protocol buffers, in which texts are as they are
         for told in (run_id, "test", "logged", "sweep", "small", "tiny", "val/bpb", "speed/mfu", f"{lr}"):
             assert told.encode() in content
         assert b"other-team" not in content
-        seen += map(int, re.findall(rb"\x04step\x82\x01.(\d+)", content))
-    assert sorted(set(seen)) == steps
+
+
+def steps_in(path):
+    """The steps of the updates in a .wandb file. It has LevelDB's log format: blocks of 32 KiB, and parts with headers."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, record, steps = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(content):
+        size, kind = struct.unpack("<HB", content[at + 4 : at + 7])  # after a checksum
+        record += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if -at % 32768 < 7:  # the block has no room for another header
+            at += -at % 32768
+        if kind in (1, 4):  # a whole record, or the last part of one
+            row = {"/".join(item.nested_key): item.value_json for item in Record.FromString(record).history.item}
+            steps += [int(row["step"])] if "train/loss" in row else []
+            record = b""
+    return steps
 
 
 def test_wandb_s_variables_win_over_our_defaults(train, tmp_path):
@@ -285,6 +304,18 @@ def test_wandb_online_without_an_account_is_refused(train):
     assert "error: --wandb=online: " in refused and "--wandb=offline needs no account" in refused
     assert "forbids" not in refused
     assert not (train.runs / "online").exists()
+
+
+def test_wandb_online_shows_no_step_twice_after_a_way_back(train):
+    flags = dict(wandb="online", save_every=3, eval_every=4, schedule="constant")
+    with wandb_server.serving() as server:
+        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "k" * 40}
+        train("back", steps=8, env=env, **flags)
+        shutil.rmtree(retention.step_directory(train.runs / "back/checkpoints", 8))  # as if a kill had come before this save
+        said = train("back", steps=12, env=env, **flags).stdout
+    assert "step-00000006" in said and "wandb already has the steps from 7 to 8" in said
+    assert [row["step"] for row in server.rows if "train/loss" in row] == list(range(1, 13))
+    assert {row["step"] for row in server.rows if "val/loss" in row} == {4, 8, 12}
 
 
 def test_the_console_says_what_runs_and_what_to_type_next(train):

@@ -161,7 +161,16 @@ class Log:
             self.trackers["tensorboard"] = partial(add_to_board, board), lambda status: board.close()
         if self.is_master and options.wandb != "off":
             run = start_wandb(options, self.directory, settings, run_id)
-            self.trackers["wandb"] = run.log, lambda status: run.finish(exit_code=status)
+            # A kill loses what wandb holds in memory, up to 15 seconds. Offline, nobody knows what wandb has, so each start
+            # writes the whole history, and the newest folder has everything.
+            sent = run.summary.get("step", 0) if run.resumed else 0
+            with self.surviving("sending earlier steps to wandb"):
+                for line, record in read_records(self.directory / "metrics.jsonl"):
+                    if record and record["step"] > sent:
+                        run.log(tagged(json.loads(line)))
+            if sent > step:
+                self.say(f"wandb already has the steps from {step + 1} to {sent}; it keeps them, because it cannot go back")
+            self.trackers["wandb"] = partial(add_to_wandb, run, sent), lambda status: run.finish(exit_code=status)
             return run.id
         return run_id
 
@@ -180,8 +189,8 @@ class Log:
             self.track({"step": step, "sample": text, "time": round(time.time(), 3)})
 
     def track(self, record: dict[str, Any]) -> None:
-        """Send a record to the trackers, with names from `tag`. A tracker that fails is turned off."""
-        record = {tag(name): value for name, value in record.items()}
+        """Send a record to the trackers, with names from `tagged`. A tracker that fails is turned off."""
+        record = tagged(record)
         for name in list(self.trackers):
             show, end = self.trackers.pop(name)
             with self.surviving(name):
@@ -261,11 +270,25 @@ def start_wandb(options: LogConfig, directory: Path, settings: dict[str, Any], r
     return run
 
 
-def tag(name: str) -> str:
-    """Return the name of a value in wandb and TensorBoard, which group values by the first word."""
-    if name in ("step", "time", "sample") or name.startswith("tasks/"):
-        return name
-    return f"val/{name[4:]}" if name.startswith("val_") else f"speed/{name}" if name in SPEED else f"train/{name}"
+def add_to_wandb(run, sent: int, record: dict[str, Any]) -> None:
+    """Add a record to a wandb run, which already has everything up to the update of step `sent`, from a start that was killed.
+
+    wandb's own way back to a checkpoint, `resume_from`, is a preview, and refuses a run that a kill has left unfinished
+    (wandb#10438).
+    """
+    if record["step"] > sent or (record["step"] == sent and "train/loss" not in record):
+        run.log(record)
+
+
+def tagged(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record with its names in wandb and TensorBoard, which group values by the first word."""
+
+    def tag(name: str) -> str:
+        if name in ("step", "time", "sample") or name.startswith("tasks/"):
+            return name
+        return f"val/{name[4:]}" if name.startswith("val_") else f"speed/{name}" if name in SPEED else f"train/{name}"
+
+    return {tag(name): value for name, value in record.items()}
 
 
 def add_to_board(board, record: dict[str, Any]) -> None:
