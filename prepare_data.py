@@ -82,7 +82,7 @@ from lockstep.dataset.sources import (
 from lockstep.dataset.tokenizer import resolve
 from lockstep.dataset.tokens import digest, read_metadata
 from lockstep.dataset.writer import END, DatasetWriter, is_finished, read_progress
-from lockstep.hardware.host import cores
+from lockstep.hardware.host import cores, in_notebook
 
 EMBEDDED = f"the standard library of Python {sys.version.split()[0]}"
 SAMPLE_CHARACTERS = 1 << 24  # characters that train:N learns from
@@ -206,7 +206,8 @@ def encode_files(writer: DatasetWriter, split: Split, source_files: list[SourceF
     wanted, sizes, tokenizer = writer.wanted, [file.size for file in source_files], writer.tokenizer
     without_text, spelled, replaced = 0, Counter(), Counter()
     units, done = read_units(source_files, split, wanted, not tokenizer.cuttable), sum(sizes[: min(wanted.values())[0]])
-    seconds = 0.1 if sys.stderr.isatty() else 60  # between updates of the progress bar; in a log, each is a new line
+    # Seconds between updates of the progress bar. In a log, each is a new line, and a notebook stores them all.
+    seconds = (5 if in_notebook() else 0.1) if sys.stderr.isatty() else 60
     with tqdm(total=sum(sizes), initial=done, unit="B", unit_scale=True, mininterval=seconds) as bar:
         for unit, tokens in encode_all(tokenizer, units, workers):
             bar.update(int(unit.bytes_on_disk))  # the rounded sum of fractions may exceed the total

@@ -64,7 +64,12 @@ def open_streams() -> None:
     """Open /dev/null as stdin, stdout and stderr where the parent process left them closed, as some daemons do.
 
     Otherwise, Python has no such stream, and the next file that is opened gets its number and receives what libraries print.
+
+    Also open it as stdin under `!` in a notebook, which gives commands a terminal, but nobody can type there. So sample.py does
+    not ask for a prompt, nor wandb for a key.
     """
+    if host.in_notebook() and os.isatty(0):
+        os.close(0)
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)

@@ -105,7 +105,8 @@ def pytest_collection_modifyitems(items):
     """Begin with the files that take minutes: one that began last would keep a single core busy at the end."""
     longest = ["test_gpu_bench", "test_same_run", "test_nodes", "test_fake_gpu", "test_sharded", "test_bench", "test_train"]
     longest += ["test_mixture", "test_replay", "test_tasks", "test_lesson", "test_portable", "test_same", "test_sample"]
-    longest += ["test_moves", "test_ladder", "test_documents", "test_mirror", "test_readme", "test_slurm", "test_status"]
+    longest += ["test_moves", "test_ladder", "test_documents", "test_mirror", "test_notebook", "test_readme", "test_slurm"]
+    longest += ["test_status"]
     items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
 
 
@@ -376,7 +377,8 @@ def train(tokens, tmp_path):
 def shared(tokens, tmp_path_factory):
     """A Trainer whose runs all tests share and only read. `plain` is one process, undisturbed."""
     trainer = Trainer(tokens, tmp_path_factory.mktemp("shared") / "runs")
-    execute(trainer.command("plain"), fork=False)  # as a user does
+    # As a user does: the curves are drawn, whatever a notebook has set as the backend.
+    execute(trainer.command("plain"), fork=False, env={"MPLBACKEND": "nonsense"})
     return trainer
 
 

@@ -22,9 +22,8 @@ from lockstep.settings import DataConfig
 SAME = same.FLAGS | dict(warmup_steps="auto", micro_batch_size="auto")  # without what a Trainer sets
 PORTABLE = dict(numerics="portable", strategy="exact", steps=12, tokens_per_update=96, save_every=3, keep_last=0, eval_every=0)
 
-MEANING = """Before you do, run `make same` without your change. If it says `the same`, your change alters the arithmetic of
-portable runs, which must keep their bits in all versions: undo that part. If it does not, this machine computes
-differently, and we want to know."""
+MEANING = """Run `make same` without your change. If it says `the same`, your change alters what portable runs compute: undo
+that. If not, this processor or torch computes other bits than all we know: please open an issue with the lines above."""
 
 
 def compare(runs, wanted):

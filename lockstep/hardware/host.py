@@ -31,6 +31,11 @@ def read_ranks() -> tuple[int, ...]:
     )
 
 
+def in_notebook() -> bool:
+    """Return whether a Jupyter kernel has started this process, as on Colab and Kaggle."""
+    return "JPY_PARENT_PID" in os.environ or "backend_inline" in os.environ.get("MPLBACKEND", "")
+
+
 def cores() -> int:
     """Return the number of CPU cores that this process may use. A fraction counts as a whole core."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
