@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import io
 import math
+import os
 import random
 import sys
 import time
@@ -65,8 +66,10 @@ class Tasks:
                 hint = f"; perhaps you meant {' or '.join(near)}" if near else ""
                 said = explain(error)
                 if isinstance(error, ConnectionError) or "is not cached in" in said:  # the cause names no cache, only None
-                    said = f"{str(error).splitlines()[0]}, and its data is not on this machine"
-                    hint = "; run this once where there is a network, then copy HF_HOME (~/.cache/huggingface) from there"
+                    cache = os.environ.get("HF_HOME", "~/.cache/huggingface")
+                    said = f"{str(error).splitlines()[0]}, and {cache} lacks its data"
+                    hint = "; run this once with a network and without HF_HUB_OFFLINE, or copy HF_HOME from where it ran"
+                    hint += "; a task with a file of its own needs neither (docs/tasks.md)"
                 raise UserError(f"--tasks={','.join(names)}: {said}{hint}") from error
 
     @torch.no_grad()
