@@ -1,7 +1,7 @@
 """The transformer (`GPT`), its initialization, and sampling.
 
 `ARCHITECTURES` in lockstep/architectures.py says what differs between a GPT-2, Llama, Qwen2 and Qwen3. Logits match those of
-transformers' classes. To change what a model computes, change its record, because that is what checkpoints describe.
+transformers' classes. Edit what you like: checkpoints of a model that computes something else say so in config.json.
 Shapes in comments: B sequences, T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size.
 """
 

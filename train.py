@@ -113,7 +113,7 @@ def main(config: Config) -> int:
             dataset = open_mixture(config.data, config.model.vocab_size)
             if config.eval.sample_every:
                 require_tokenizer(dataset)
-            setup = startup.prepare(config, dataset, world, log)  # from here on, config is resolved: nothing is `auto`
+            setup = startup.prepare(config, GPT, dataset, world, log)  # from here on, config is resolved: nothing is `auto`
             config, state = setup.config, setup.start.state
             reads = data.describe(dataset, open_batches(config, dataset, state), config.train.steps)
             startup.announce(setup, world, log, reads, dataset.remarks)

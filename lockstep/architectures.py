@@ -149,7 +149,6 @@ ARCHITECTURES = {
 }
 
 
-def model_type(name: str) -> str:
-    """Return the `model_type` in config.json for the architecture called `name` here."""
-    form = ARCHITECTURES[name].form
+def model_type(name: str, form: HuggingFace) -> str:
+    """Return the `model_type` in config.json for the architecture called `name` here, described as `form`."""
     return f"{form.model_type}_{name}" if form is OWN else form.model_type

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 from typing_extensions import Doc  # comes with tyro, which shows it as the help of a flag
 
-from lockstep.architectures import ARCHITECTURES, Architecture
+from lockstep.architectures import ARCHITECTURES, OWN, Architecture, HuggingFace
 from lockstep.common import cli, files
 from lockstep.common.cli import flat_fields, flat_values, parse, read_values, replace
 from lockstep.common.errors import UserError, messages, refuse
@@ -103,11 +103,18 @@ class ModelConfig:
     """Base of the rotary frequencies (not for gpt2)."""
     rope_scaling: FileOnly[str] = "none"
     """none, or Llama 3's four values: factor, low_freq_factor, high_freq_factor, original context length, as in 8,1,4,8192."""
+    own_code: FileOnly[bool] = False
+    """Whether model.py was edited, so that no class of transformers computes this model. Found when a run starts."""
 
     @property
     def record(self) -> Architecture:
         """What this architecture computes, and what Hugging Face calls it."""
         return ARCHITECTURES[self.architecture]
+
+    @property
+    def form(self) -> HuggingFace:
+        """How checkpoints describe this model."""
+        return OWN if self.own_code else self.record.form
 
     @property
     def rope_factors(self) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from lockstep.architectures import ARCHITECTURES, Architecture, model_type
+from lockstep.architectures import ARCHITECTURES, OWN, Architecture, model_type
 from lockstep.checkpoints import tensor_files
 from lockstep.checkpoints.tensor_files import LazyTensor
 from lockstep.common import cli, files
@@ -36,10 +36,10 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # allowed dtypes of weights, as safetens
 
 def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype = torch.float32) -> dict:
     """Return the contents of config.json for weights of `dtype`, with the keys of both transformers 4 and 5."""
-    record, form = config.record, config.record.form
+    record, form = config.record, config.form
     contents = {
         "architectures": [form.model_class],
-        "model_type": model_type(config.architecture),
+        "model_type": model_type(config.architecture, form),
         **dict.fromkeys(("bos_token_id", "eos_token_id"), eot_token),
         "initializer_range": 0.02,
         **dict.fromkeys(("torch_dtype", "dtype"), str(dtype).removeprefix("torch.")),
@@ -71,19 +71,20 @@ def parse_config(config: dict, path: Path) -> ModelConfig:
 
     Raises a UserError that names the `path` and the key if the model needs arithmetic that we do not support.
     """
-    named = [name for name in ARCHITECTURES if model_type(name) == config.get("model_type")]
+    described = [(name, form) for name, record in ARCHITECTURES.items() for form in (record.form, OWN)]
+    named = [(name, form) for name, form in described if model_type(name, form) == config.get("model_type")]
     if not named:
-        known = ", ".join(dict.fromkeys(map(model_type, ARCHITECTURES)))
+        known = ", ".join(dict.fromkeys(model_type(name, record.form) for name, record in ARCHITECTURES.items()))
         raise UserError(f"{path}: model_type {config.get('model_type')!r} is not one of {known}")
     nested = files.decode(config, Nested, str(path))
     if sliding := set(nested.get("layer_types") or ()) - {"full_attention"}:
         raise UserError(f"{path}: layer_types includes {', '.join(sorted(sliding))}; only full_attention is supported")
-    form = ARCHITECTURES[named[0]].form
+    first, form = named[0]
     keys, defaults = form.keys, form.defaults
     found = defaults | config | (nested.get("rope_parameters") or nested.get("rope_scaling") or {})
     # Architectures that differ only in their activation share a model_type.
     function = found[form.activation]
-    architecture = next((name for name in named if function in activation_names(ARCHITECTURES[name])), named[0])
+    architecture = next((name for name, _ in named if function in activation_names(ARCHITECTURES[name])), first)
     record = ARCHITECTURES[architecture]
     supported = {key: (value,) for key, value in form.only.items()} | {form.activation: activation_names(record)}
     for key, accepted in supported.items():
@@ -102,7 +103,7 @@ def parse_config(config: dict, path: Path) -> ModelConfig:
             values["rope_scaling"] = rope_text(map(factors.get, LLAMA3_ROPE))
         elif rope_type != "default":
             raise UserError(f"{path}: rope_scaling of type {rope_type!r} is not supported; only 'default' and 'llama3' are")
-    model = resolve_model(ModelConfig(architecture, **values), 0)
+    model = resolve_model(ModelConfig(architecture, **values, own_code=form is not record.form), 0)
     _ = model.rope_factors  # may raise UserError
     return model
 
@@ -138,7 +139,7 @@ def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
 
 def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:
     """Return Hugging Face's name for each of our parameters `ours`. GPT-2's c_attn combines our attn.q, attn.k and attn.v."""
-    theirs, names = config.record.form.names, {}
+    theirs, names = config.form.names, {}
     if not theirs:
         return {name: name for name in ours}
     for name in ours:
@@ -185,7 +186,11 @@ def open_model(
     lose their last rows).
     """
     config = read_config(directory)
-    found = match(config, shapes_of(build(config)), tensor_files.open_tensors(directory, "model"), directory)
+    model = build(config)
+    if config.own_code and not arithmetic_differs(config, type(model)):
+        trained = f"{directory} was trained with another model.py or record than this one, which computes what"
+        raise UserError(f"{trained} {config.record.form.model_class} does; use the code that trained it")
+    found = match(config, shapes_of(model), tensor_files.open_tensors(directory, "model"), directory)
     if seq_len and seq_len < config.seq_len:
         config = dataclasses.replace(config, seq_len=seq_len)
         if positions := found.get("positions.weight"):
@@ -219,7 +224,7 @@ def match(
 
 
 def trial(architecture: str) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]], Tensor], Tensor]:
-    """Return a small model for `check_arithmetic`: its config, a function for the weights by name and shape, and its tokens.
+    """Return a small model for `arithmetic_differs`: its config, a function for the weights by name and shape, and its tokens.
 
     Its 1,024 tokens and four layers also expose most changes that spare short contexts or single layers.
     """
@@ -234,14 +239,14 @@ def trial(architecture: str) -> tuple[ModelConfig, Callable[[str, tuple[int, ...
 
 
 @torch.no_grad()
-def check_arithmetic(config: ModelConfig, kind: type[nn.Module]) -> None:
-    """Raise UserError unless models of the class `kind` compute what transformers' class does, which config.json would name.
+def arithmetic_differs(config: ModelConfig, kind: type[nn.Module]) -> bool:
+    """Return whether models of the class `kind` compute something else than transformers' class of this architecture does.
 
     Nothing can be compared if the record names another activation, or no class of transformers.
     """
     record, form = config.record, config.record.form
     if not form.logits or activation_names(record)[0] != form.defaults[form.activation]:
-        return
+        return False
     shape, weight, tokens = trial(config.architecture)
     with torch.device("meta"):
         model = kind(shape).eval()
@@ -249,10 +254,7 @@ def check_arithmetic(config: ModelConfig, kind: type[nn.Module]) -> None:
     for name, parameter in model.named_parameters():
         parameter.copy_(weight(name, tuple(parameter.shape)))
     found = model(tokens)[0, -1, : len(form.logits)]
-    if (largest := (found - torch.tensor(form.logits)).abs().max().item()) > 1e-3:
-        differ = f"model.py no longer computes what {form.model_class} does: logits of a small model differ by {largest:.2g}"
-        way_out = f"set hugging_face=None in the record {config.architecture!r} of lockstep/architectures.py"
-        raise UserError(f"{differ}; {way_out}, so that checkpoints do not claim to be one")
+    return (found - torch.tensor(form.logits)).abs().max().item() > 1e-3
 
 
 def check_description(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -23,7 +23,7 @@ from lockstep.settings import Config, ModelConfig, OptimConfig
 
 # Settings that a run can never change, because they determine what the weights mean and which tokens a step sees. A new run
 # that starts from a checkpoint with optimizer state need only keep OF_WEIGHTS.
-OF_WEIGHTS = [name for name in [*cli.flat_fields(ModelConfig), "optimizer"] if name != "dropout"]
+OF_WEIGHTS = [name for name in [*cli.flat_fields(ModelConfig), "optimizer"] if name not in ("dropout", "own_code")]
 FIXED = [*OF_WEIGHTS, "order", "attend", "seed", "tokens_per_update"]
 SILENT = {"name", "out_dir", "resume", "tokens", "phase"}  # may change without a note
 

@@ -115,7 +115,7 @@ def shape_problems(model: ModelConfig) -> Iterator[str]:
     """Yield a message for each size that cannot work in a model from scratch."""
     if model.init_from != "scratch":
         return
-    rotary, keys = model.record.positions == "rotary", model.record.form.keys
+    rotary, keys = model.record.positions == "rotary", model.form.keys
     unit = model.n_head * (2 if rotary and model.head_dim == "auto" else 1)
     if model.n_embd % unit:
         even = " x 2 (rotary positions need an even head_dim)" if unit > model.n_head else ""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep import command, settings
 from lockstep.checkpoints import checkpoint, huggingface, resume
@@ -47,8 +48,11 @@ class Setup:
     notes: list[str]  # what to tell the user
 
 
-def prepare(asked: Config, dataset: Mixture, world: World, log: Log) -> Setup:
-    """Find where the run starts, resolve every `auto`, and check what changes. All ranks must call this. Raises UserError."""
+def prepare(asked: Config, model: type[nn.Module], dataset: Mixture, world: World, log: Log) -> Setup:
+    """Find where the run starts, resolve every `auto`, and check what changes. All ranks must call this. Raises UserError.
+
+    model: the class of the model to train.
+    """
     flags = {f"--{name}": value for name, value in flat_values(asked).items()}
     world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
     mirror = None
@@ -62,6 +66,8 @@ def prepare(asked: Config, dataset: Mixture, world: World, log: Log) -> Setup:
     previous = previous | {"world_size": state.history[-1]["world_size"] if state.history else 0}
     kept = keep_threads(asked, previous, world)
     config = choices.resolve(choices.from_start(asked, start), dataset.vocab_size, survey(world), previous)
+    if huggingface.arithmetic_differs(config.model, model):
+        config = settings.replace(config, own_code=True)
     versions = checkpoint.versions(config, world.device)
     notes = list(start.notes)
     if world.is_master and not start.continues:
@@ -81,12 +87,11 @@ def announce(setup: Setup, world: World, log: Log, reads: list[str], remarks: li
 
 
 def open_run(setup: Setup, world: World, log: Log, checkpoints: checkpoint.Checkpoints, parameters: int) -> Record:
-    """Create or open the run's directory, and start what reports to others. Nothing was written so far: this is the last check.
+    """Create or open the run's directory, and start what reports to others. All checks have passed: nothing was written so far.
 
     Returns what metrics.jsonl holds of the step at which the run starts, the same on all ranks. parameters: of the model.
     """
     config, state = setup.config, setup.start.state
-    huggingface.check_arithmetic(config.model, type(checkpoints.engine.module))
     if world.is_master and config.log.wandb == "online":
         require_wandb_key()
     recorded = world.broadcast(log.begin(state.step))
@@ -160,7 +165,7 @@ def check(config: Config, world: World) -> list[str]:
     if world.device.type == "cuda" and (most := device.ranks_here()) > world.local_size:
         idle = plural(torch.cuda.device_count() - world.local_size, "GPU")
         warnings.append(f"note: {idle} of this node will be idle; torchrun --nproc_per_node={most} train.py ... uses {most}")
-    if note := config.model.record.form.note:
+    if note := config.model.form.note:
         warnings.append(f"note: --architecture={config.model.architecture}: {note}")
     hopper = device.kind(world.device) == "cuda" and torch.cuda.get_device_capability(world.device)[0] == 9
     if hopper and config.data.attend == "window":
