@@ -22,8 +22,9 @@ from lockstep.settings import DataConfig
 SAME = same.FLAGS | dict(warmup_steps="auto", micro_batch_size="auto")  # without what a Trainer sets
 PORTABLE = dict(numerics="portable", strategy="exact", steps=12, tokens_per_update=96, save_every=3, keep_last=0, eval_every=0)
 
-MEANING = """Run `make same` without your change. If it says `the same`, your change alters what portable runs compute: undo
-that. If not, this processor or torch computes other bits than all we know: please open an issue with the lines above."""
+MEANING = """\
+Before you do, run `make same` without your change. If it says `the same`, your change alters portable runs: undo that part.
+Otherwise, this processor, with this torch, computes other bits than all we know: that is what to report."""
 
 
 def compare(runs, wanted):
