@@ -209,7 +209,7 @@ def train(run: Run) -> int:
     # The tokens depend only on (step, micro-batch), so the checkpoint needs no position in the data.
     upcoming = ((step, micro_batch) for step in range(state.step, steps) for micro_batch in mine)
     prefetcher = data.Prefetcher(run.batches, upcoming, world.device)
-    stop, trace = Stop(world, config.run.max_minutes, log.began), Trace(log, config.log.profile, world.device)
+    stop, trace = Stop(world, config.run.max_minutes, log.began), Trace(log, config.log.profile)
     engine.warm_up(log.say)
     # Left alone, Python would collect garbage at a different moment on each rank, and all ranks would wait every time.
     gc.collect()

@@ -250,7 +250,7 @@ class LogConfig:
     tensorboard: bool = False
     """Also write the metrics for TensorBoard in the run's directory."""
     profile: str = ""
-    """Trace these updates (STEP:COUNT, such as 100:3), write a trace to the run's directory, and show where the time went."""
+    """Write a trace of these updates (STEP:COUNT, such as 100:3) to the run's directory."""
 
 
 @dataclass(frozen=True)
