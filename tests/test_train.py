@@ -396,7 +396,7 @@ def test_foreign_tokens_train_without_conversion(train, tmp_path, rng):
     for flags in (dict(init_from=train.runs / "foreign"), dict(resume=train.runs / "foreign")):
         refused = train("other", steps=12, **flags, status=2).stderr  # on bytes
         assert "step-00000010 has 64 tokens, but" in refused and "prepare the text again" in refused
-    assert "is a file; pass its directory" in train("bad", tokens=tmp_path / "train.bin", status=2).stderr
+    assert "is a file; pass a directory of tokens" in train("bad", tokens=tmp_path / "train.bin", status=2).stderr
 
 
 def test_a_run_that_goes_on_keeps_what_it_chose(train):

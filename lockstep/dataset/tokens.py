@@ -276,8 +276,7 @@ def open_dataset(directory: str | Path, vocab_size: int = 0) -> Dataset:
     cli.require_local("tokens", str(directory), "python prepare_data.py URL --out=tokens/NAME makes a dataset from a URL")
     directory = Path(directory)
     if directory.is_file():
-        refuse_text(directory)
-        raise UserError(f"the dataset {directory} is a file; pass its directory")
+        raise UserError(f"the dataset {directory} is a file; pass a directory of tokens, which prepare_data.py makes from text")
     if not directory.is_dir():
         how = f"make it with: python prepare_data.py [SOURCE ...] {shlex.quote(f'--out={directory}')}"
         for preset in sorted(HERE.glob("config/*.toml")):
@@ -285,24 +284,6 @@ def open_dataset(directory: str | Path, vocab_size: int = 0) -> Dataset:
                 how = f"the first lines of {from_here(preset)} say how to prepare it"
         raise UserError(f"the dataset {directory} does not exist; {how}")
     return _open_own(directory) if (directory / "dataset.json").exists() else _open_foreign(directory, vocab_size)
-
-
-def refuse_text(path: Path) -> None:
-    """If `path` is a text file, or a folder of text, raise a UserError with the command that makes tokens from it."""
-    from lockstep.dataset.sources import form_of  # imported here because pyarrow and fsspec take 0.3 s
-
-    if path.is_file():
-        is_text = form_of(path.name) != ""
-    else:
-        names = itertools.islice((name for _, _, names in os.walk(path) for name in names), 10_000)
-        is_text = any(form_of(name) in (".txt", ".jsonl", ".parquet") for name in names if name != "metrics.jsonl")
-    if is_text:
-        name = path.resolve().name.lstrip(".").partition(".")[0] or "mine"
-        out = Path("tokens", name)
-        if out.exists():  # it may be this folder
-            out = Path("tokens", f"{name}-tokens")
-        make = shlex.join(["python", "prepare_data.py", str(path), f"--out={out}"])
-        raise UserError(f"{path} contains text, not tokens; run {make}\n       and then use --tokens={out}")
 
 
 def _open_own(directory: Path) -> Dataset:
@@ -321,12 +302,10 @@ def _open_own(directory: Path) -> Dataset:
 
 def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
     names = {split: _foreign_files(directory, split) for split in ("train", "val")}
-    if not names["train"] and not names["val"]:
-        refuse_text(directory)
     if not names["train"] or not names["val"]:
         raise UserError(
             f"{directory} is not a dataset: expected dataset.json from prepare_data.py, or token files for train and "
-            "val, named *_train_*.bin, *_train.bin, *_train_*.npy, train.bin or train/*.ds"
+            "val, named *_train_*.bin, *_train.bin, *_train_*.npy, train.bin or train/*.ds; prepare_data.py makes one from text"
         )
     datatrove = read_datatrove(names["train"][0])[0] if names["train"][0].suffix == ".ds" else ""
     tokenizer = next((path for path in (directory / "tokenizer.json", Path(datatrove)) if path.is_file()), None)
