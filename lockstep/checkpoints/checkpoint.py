@@ -110,11 +110,8 @@ def versions(config: Config, own: torch.device) -> dict[str, str]:
     return packages | {"hardware": device.describe(own)}
 
 
-def load_state(directory: Path, dataset: Mixture | None = None) -> TrainState:
-    """Return the trainer state of an intact checkpoint. Raises UserError.
-
-    dataset: the run's, which knows the identities of its data in earlier versions.
-    """
+def load_state(directory: Path) -> TrainState:
+    """Return the trainer state of an intact checkpoint. Raises UserError."""
     path = directory / "trainer_state.json"
     state = files.read_json(path, TrainState)
     if not state.mixture_order:  # version 0.1.0 knew only the shared one, and later ones had a setting
@@ -126,8 +123,6 @@ def load_state(directory: Path, dataset: Mixture | None = None) -> TrainState:
     for era in state.history:
         era["settings"] = settings.without_retired(era["settings"], str(path))
     settings.from_record(state.settings, str(path))
-    if dataset:
-        state.dataset = dataset.translate(state.dataset)
     return state
 
 
