@@ -1,14 +1,10 @@
-"""Generate text with a model: `python sample.py runs/NAME --prompt="def " --max_new_tokens=200 --temperature=0.8 --top_k=50`.
-
-In a terminal, without --prompt, it continues each line that you type.
-"""
+"""Generate text with a model: `python sample.py runs/NAME --prompt="def " --max_new_tokens=200 --temperature=0.8`."""
 
 from lockstep import command
 
 if __name__ == "__main__":
     command.require_packages()
 
-import sys
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -24,7 +20,7 @@ class SampleConfig:
     run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]]
     """A run directory (uses its newest checkpoint), a checkpoint, or any Hugging Face model directory or Hub id."""
     prompt: str = ""
-    """Text to continue, or FILE:path to read it from a file. Empty: ask for it in a terminal; otherwise, start a document."""
+    """Text to continue, or FILE:path to read it from a file. Empty: start a document."""
     max_new_tokens: Annotated[int, Meta(ge=0, le=10**9)] = 200
     """Length of a sample in tokens, unless the model ends the document first."""
     temperature: Annotated[float, Meta(ge=0, le=10**9)] = 0.8
@@ -45,7 +41,6 @@ class SampleConfig:
 if __name__ == "__main__":
     command.run("sample", lambda args: cli.parse(SampleConfig, args, __doc__))
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -81,8 +76,6 @@ def main(config: SampleConfig) -> None:
     dtype = "float32" if portable or (config.dtype == "auto" and target.type == "cpu") else config.dtype
     options = (config.max_new_tokens, config.temperature, config.top_k, torch.Generator().manual_seed(config.seed))
     with device.autocast(target, device.choose_dtype(dtype, target)):
-        if not prompt and config.num_samples == 1 and sys.stdin.isatty() and sys.stdout.isatty():
-            return converse(model, text, options)
         for _ in range(config.num_samples):
             show(model, text, prompt, options)
             print("\n---------------")
@@ -125,23 +118,6 @@ def stream(text, prompt: list[int], new: Iterable[int]) -> Iterator[str]:
             yield piece
             tokens, begun = [], begun + piece
     yield text.decode(tokens, begun != "")
-
-
-def converse(model, text, options: tuple) -> None:
-    """Continue each line that the user types, until Ctrl-D."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (arrow keys and history for `input`)
-    print("Type text for the model to continue. An empty line starts a new document. Ctrl-C stops the output, Ctrl-D quits.")
-    while True:
-        try:
-            show(model, text, input("> "), options)
-        except EOFError:
-            return print()
-        except UserError as error:
-            print(f"error: {error}", end="")
-        except KeyboardInterrupt:
-            pass
-        print()
 
 
 def require_tokenizer(dataset: Mixture) -> None:

@@ -1,13 +1,7 @@
 """sample.py through its front door, on a small model with random weights, and samples during training."""
 
-import fcntl
 import json
-import os
-import pty
-import select
-import subprocess
 import sys
-import termios
 from types import SimpleNamespace
 
 import numpy as np
@@ -142,51 +136,6 @@ def test_bad_input_names_what_is_there(run, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((run / "tokenizer.json").read_bytes())
     (tmp_path / "model.safetensors").unlink()
     assert "no model.safetensors" in refused(tmp_path)
-
-
-class Terminal:
-    """sample.py in a separate terminal."""
-
-    def __init__(self, *arguments):
-        self.master, slave = pty.openpty()
-        streams = dict(stdin=slave, stdout=slave, stderr=slave)
-        command = [sys.executable, "sample.py", *map(str, arguments)]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(TERM="dumb"), start_new_session=True, **streams, preexec_fn=take
-        )
-        os.close(slave)
-        self.seen = ""
-
-    def read_until(self, end):
-        """What it shows next, up to `end`."""
-        while end not in self.seen and select.select([self.master], [], [], PATIENCE)[0]:
-            try:
-                self.seen += os.read(self.master, 1000).decode().replace("\r", "")
-            except OSError:  # the process has ended
-                break
-        before, found, self.seen = self.seen.partition(end)
-        assert found, before
-        return before
-
-    def type(self, text):
-        os.write(self.master, text.encode())
-
-
-def take():
-    """Make the terminal on stdin that of this process, so that it gets its Ctrl-C."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-def test_in_a_terminal_it_goes_on_from_what_is_typed_and_ctrl_c_stops_the_text(run):
-    terminal = Terminal(run, "--device=cpu", "--temperature=0", "--max_new_tokens=1000000")  # without chance it repeats itself
-    terminal.read_until("Ctrl-D quits.\n> ")
-    for text in ("def\n", "class\n"):
-        terminal.type(text)
-        terminal.read_until(text + text.strip())  # it writes
-        terminal.type("\x03")
-        terminal.read_until("\n> ")
-    terminal.type("\x04")
-    assert terminal.process.wait(PATIENCE) == 0
 
 
 # Rank by rank, instead of the seventh update.
