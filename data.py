@@ -14,13 +14,13 @@ import functools
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.dataset.mixture import BLOCK, Mixture, Phases, open_if_there
+from lockstep.dataset.mixture import BLOCK, Mixture, Phases
 from lockstep.dataset.tokens import Stream
 from lockstep.settings import Config
 
@@ -227,21 +227,6 @@ def describe(mixture: Mixture, batches: Batches, steps: int) -> list[str]:
             line += f", for {', then '.join(percents)} % of its sequences"
         lines.append(line)
     return lines + [f"phase   after step {step}: {mixture.describe(shares)}" for step, shares in mixture.phases[1:]]
-
-
-def planned(config: Config) -> tuple[int, Callable[[Config, int], dict[str, float]]]:
-    """Return what a plan must know of the data: the vocabulary's size, and how many epochs of each dataset so many steps read.
-
-    The latter is a function of settings and steps, and empty if a dataset is missing.
-    """
-    mixture, vocab_size = open_if_there(config)
-
-    def epochs(config: Config, steps: int) -> dict[str, float]:
-        if mixture is None:
-            return {}
-        return mixture.by_name(make_batches(config, mixture).epochs(steps))
-
-    return vocab_size, epochs
 
 
 class Prefetcher:

@@ -24,9 +24,7 @@ def read_command(args: list[str]) -> Config:
     """Read the command line. With --plan, print the plan and exit. Raises UserError."""
     config, options = plan.read_command(args, __doc__)
     if options.plan:
-        import data  # only here, because --help does not need numpy
-
-        plan.show(config, options, data.planned)
+        plan.show(config, options)
         raise SystemExit(0)
     return config
 

@@ -1,4 +1,4 @@
-"""One record per strategy: what a rank holds and sends under it, and what works with it. Another strategy is another record.
+"""One record per strategy: what a rank holds under it, and what works with it. Another strategy is another record.
 
 The rules, `--plan` and `--help` follow the record, and `wrap` in `lockstep/parallel/wrap.py` has the class that trains. This
 module does not import torch, so that `--help` and `--plan` answer at once.
@@ -6,14 +6,14 @@ module does not import torch, so that `--help` and `--plan` answer at once.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 EXACT_BLOCK = 1 << 26  # elements that exact converts at a time on a GPU
 
 
 @dataclass(frozen=True)
 class Update:
-    """An update, as far as a strategy's memory and traffic depend on it."""
+    """An update, as far as a strategy's memory depends on it."""
 
     ranks: int
     replicate: int  # --replicate
@@ -41,7 +41,7 @@ class Temporary(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Formulas: bytes of temporary memory, and bytes that a rank sends per update
+# Formulas: bytes of temporary memory
 
 
 def tied_embedding(update: Update) -> Temporary:
@@ -76,29 +76,6 @@ def exact_buffers(update: Update) -> Temporary:
     return Temporary(exchange, max(exchange, gradient + 3 * piece), max(2 * piece, returned))
 
 
-def all_reduce(update: Update) -> float:
-    """Float32 gradients, twice around a ring."""
-    return 2 * (update.ranks - 1) / update.ranks * update.parameters * 4.0
-
-
-def fsdp_traffic(update: Update) -> float:
-    """Gradients go to their shards, once or per micro-step, and each micro-step gathers the weights twice.
-
-    Copies of the weights then all-reduce the gradients of their shards.
-    """
-    shards, copies = update.shards, update.replicate
-    reductions = update.micro_steps if update.shard_gradients else 1
-    gradients, weights = 4.0 * reductions, 2 * update.micro_steps * update.number_bytes
-    within = (shards - 1) / shards * update.parameters * (gradients + weights)
-    return within + 2 * (copies - 1) / copies * update.parameters / shards * 4.0
-
-
-def exact_traffic(update: Update) -> float:
-    """8-byte integers, a rank's share of the mean to the ranks that compute norms, and finally its share of the weights."""
-    integers, mean, weights = 8.0, 4.0 / update.ranks, 4.0
-    return (update.ranks - 1) / update.ranks * update.parameters * (integers + (weights + mean))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -114,9 +91,6 @@ class StrategyRecord:
     moves_gradients: bool = False  # a gradient moves to what the rank `holds` as soon as it is complete
     reduces_in_place: bool = False  # the mean gradients are in what the rank `holds`
     temporary: Callable[[Update], Temporary] = tied_embedding
-    # Traffic
-    traffic: Callable[[Update], float] = all_reduce
-    sends_during: Literal["nothing", "last backward", "update"] = "nothing"  # what computes while the network is busy
     # What works with it
     any_ranks: bool = False  # the same bits on any number of ranks, also on one, and with unequal shares of the batch
     equal_weights: bool = True  # all ranks hold the same weights after each update, which --check_replicas_every compares
@@ -125,16 +99,12 @@ class StrategyRecord:
 
 BUCKETS = {"gradient buckets": 4.0}
 STRATEGIES = {
-    "ddp": StrategyRecord(
-        "torch's DistributedDataParallel", holds=BUCKETS, reduces_in_place=True, sends_during="last backward"
-    ),
+    "ddp": StrategyRecord("torch's DistributedDataParallel", holds=BUCKETS, reduces_in_place=True),
     "fsdp": StrategyRecord(
         "shard weights, gradients and optimizer state across ranks",
         shards_weights=True,
         shards_update=True,
         temporary=unsharded_gradients,
-        traffic=fsdp_traffic,
-        sends_during="update",
         equal_weights=False,
     ),
     "exact": StrategyRecord(
@@ -143,8 +113,6 @@ STRATEGIES = {
         holds={"exact's integers": 8.0},
         moves_gradients=True,
         temporary=exact_buffers,
-        traffic=exact_traffic,
-        sends_during="last backward",
         any_ranks=True,
         no_float16="whose loss scale overflows its integers",
     ),
@@ -158,7 +126,6 @@ STRATEGIES = {
         holds=BUCKETS,
         moves_gradients=True,
         reduces_in_place=True,
-        sends_during="last backward",
     ),
 }
 ALONE = StrategyRecord("a single process")

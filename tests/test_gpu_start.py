@@ -14,7 +14,7 @@ from lockstep.checkpoints import checkpoint
 from lockstep.common.errors import PIP, UserError
 from lockstep.hardware import device, host
 from lockstep.parallel.world import World
-from lockstep.planning import startup
+from lockstep.planning import rules, startup
 
 PROC = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12.2\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
@@ -143,7 +143,7 @@ def test_running_out_of_memory_ends_in_one_line_that_says_what_needs_less(train,
     (["--activation_checkpointing=true", "--strategy=fsdp"], 1, "several GPUs"),
 ])  # fmt: skip
 def test_only_what_would_help_is_advised_when_memory_runs_out(flags, ranks, said):
-    assert startup.less_memory(settings.load(flags, ""), ranks) == said
+    assert rules.less_memory(settings.load(flags, ""), ranks) == said
 
 
 CONFIG = ["config/gpt2_124m.toml", "--dtype=bfloat16", "--micro_batch_size=8", "--vocab_size=50304"]

@@ -151,7 +151,7 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
 
 
 def update_of(config: Config, world_size: int, device: str) -> Update:
-    """Return what a strategy's memory and traffic depend on. config: resolved."""
+    """Return what a strategy's memory depends on. config: resolved."""
     model, parallel, P = config.model, config.parallel, parameter_count(config.model)
     return Update(
         ranks=world_size,

@@ -1,11 +1,10 @@
-"""The peak rates and links of GPUs, and an estimate of how long an update takes on them. This module does not import torch."""
+"""The peak rates of GPUs, and an estimate of how long an update takes on them. This module does not import torch."""
 
 from dataclasses import dataclass, field
 
 from lockstep.hardware import footprint
 from lockstep.settings import Config
 
-NODE = 8  # GPUs that share NVLink
 # The part of a GPU's speed that is lost to stragglers and latency when it does not train alone. Published throughputs per GPU
 # on up to 128 GPUs are at most 9 % lower than on 8 (docs/scale.md). We assume this for any number of GPUs.
 LOST_BETWEEN_GPUS = 0.09
@@ -21,30 +20,22 @@ GPU_PEAK_FLOPS = {
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU and its connections."""
+    """A GPU to plan with."""
 
     peak_flops: float  # dense bfloat16, FLOP/s
     memory: float  # bytes
-    link: float  # bytes/s that a GPU sends in a ring within a node
-    network: float  # bytes/s per GPU between nodes
     mfu: float  # assumed for a model that keeps it busy
     measured: dict[str, tuple[float, float]] = field(default_factory=dict)  # our presets: parameters, and the MFU on one GPU
 
 
-# peak_flops, memory, network: NVIDIA's datasheets for the SXM parts and DGX systems (HDR InfiniBand for A100, else NDR; one
-# adapter per GPU). link: number of NVLinks times NCCL's rate for each (src/graph/topo.h: 20.0, 20.6 and 40.1 GB/s).
-# nccl-tests#212 measures 370 GB/s on eight H100. 4090: PCIe 4.0 through host memory, which NCCL rates at 10 GB/s between
-# sockets (nccl-tests#307), and 10 Gb Ethernet. mfu: torchtitan's docs/performance.md lists 0.56 for Llama 8B on A100, and 0.33
-# to 0.39 on H100. A 4090 reaches 0.29 of an A100's peak (nanoGPT#182). B200's is a guess. measured: docs/platforms.md.
+# mfu: torchtitan's docs/performance.md lists 0.56 for Llama 8B on A100, and 0.33 to 0.39 on H100. A 4090 reaches 0.29 of an
+# A100's peak (nanoGPT#182). B200's is a guess. measured: docs/platforms.md.
 GPUS = {
-    "a100": GPU(GPU_PEAK_FLOPS["A100"], 80e9, 12 * 20.0e9, 25e9, 0.5),
-    "h100": GPU(
-        *(GPU_PEAK_FLOPS["H100"], 80e9, 18 * 20.6e9, 50e9, 0.4),
-        measured={"gpt2_124m": (124e6, 0.416), "llama_1.3b": (1.35e9, 0.509)},
-    ),
-    "h200": GPU(GPU_PEAK_FLOPS["H200"], 141e9, 18 * 20.6e9, 50e9, 0.4),
-    "b200": GPU(GPU_PEAK_FLOPS["B200"], 180e9, 18 * 40.1e9, 50e9, 0.35),
-    "4090": GPU(GPU_PEAK_FLOPS["RTX 4090"], 24e9, 10e9, 1.25e9, 0.5),
+    "a100": GPU(GPU_PEAK_FLOPS["A100"], 80e9, 0.5),
+    "h100": GPU(GPU_PEAK_FLOPS["H100"], 80e9, 0.4, {"gpt2_124m": (124e6, 0.416), "llama_1.3b": (1.35e9, 0.509)}),
+    "h200": GPU(GPU_PEAK_FLOPS["H200"], 141e9, 0.4),
+    "b200": GPU(GPU_PEAK_FLOPS["B200"], 180e9, 0.35),
+    "4090": GPU(GPU_PEAK_FLOPS["RTX 4090"], 24e9, 0.5),
 }
 
 
@@ -56,18 +47,11 @@ def typical_mfu(gpu: GPU, parameters: int) -> tuple[float, str]:
     return gpu.mfu * SMALL_MFU if parameters < SMALL else gpu.mfu, "assumed"
 
 
-def speed(config: Config, world_size: int, gpu: GPU, mfu: float) -> tuple[float, float, float]:
-    """Return the seconds that an update spends computing and waiting for other ranks, and the bytes that each rank sends."""
-    record, update = config.parallel.record, footprint.update_of(config, world_size, "cuda")
+def speed(config: Config, world_size: int, gpu: GPU, mfu: float) -> tuple[float, float]:
+    """Return the seconds that an update spends computing, and waiting for other ranks."""
     flops = footprint.flops_per_token(config.model) * config.train.tokens_per_update
     again = 4 / 3 if config.train.activation_checkpointing else 1  # the forward runs twice; MFU counts it once
-    compute = flops * again * update.micro_steps / config.micro_batches / gpu.peak_flops / mfu
-    # Rings between nodes use all adapters of a node at once.
-    rate = gpu.link if world_size <= NODE else min(gpu.link, NODE * gpu.network)
-    sent = record.traffic(update)
-    last_backward = compute / update.micro_steps * 2 / 3
-    hidden = {"nothing": 0.0, "last backward": last_backward, "update": compute}[record.sends_during]
-    waited = max(0.0, sent / rate - hidden)
-    if world_size > 1:
-        waited += (compute + waited) * LOST_BETWEEN_GPUS / (1 - LOST_BETWEEN_GPUS)
-    return compute, waited, sent
+    micro_steps = -(-config.micro_batches // world_size)
+    compute = flops * again * micro_steps / config.micro_batches / gpu.peak_flops / mfu
+    waited = compute * LOST_BETWEEN_GPUS / (1 - LOST_BETWEEN_GPUS) if world_size > 1 else 0.0
+    return compute, waited

@@ -1,15 +1,12 @@
 """What a run will need, before you rent anything: `python train.py [config/NAME.toml] --plan [--flag=value ...]`
 
-Calculates memory per rank, time, money, traffic and checkpoints from the settings alone, without a GPU, data or torch. The
+Calculates memory per rank, time, money and checkpoints from the settings alone, without a GPU, data or torch. The
 speed follows from the MFU: --plan_mfu, or what we measured or assume for the GPU.
 """
 
-import contextlib
 import dataclasses
 import os
-import re
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,24 +15,21 @@ from msgspec import Meta
 
 from lockstep import settings
 from lockstep.common import cli, files
-from lockstep.common.errors import UserError, plural, say
+from lockstep.common.errors import UserError, say
 from lockstep.common.records import Auto
-from lockstep.common.steps import read_phases
 from lockstep.hardware import footprint, gpus
 from lockstep.hardware.host import read_ranks
 from lockstep.planning import choices, rules
 from lockstep.reports.log import Log, duration
 from lockstep.settings import Config, Ranks
 
-CHINCHILLA = 20  # tokens per parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
-Survey = Callable[[Config], tuple[int, Callable[[Config, int], dict[str, float]]]]
 DOLLARS = 2.5  # per GPU hour: an assumption, so the plan also gives the hours
 
 
 @dataclass(frozen=True)
 class PlanConfig:
     plan: bool = False
-    """Print what the run will need (memory, time, money, traffic) and exit. Works without a GPU, data or other ranks."""
+    """Print what the run will need (memory, time, money) and exit. Works without a GPU, data or other ranks."""
     plan_world_size: Ranks = 8
     """Number of GPUs for the planned run."""
     plan_gpu: Literal["a100", "h100", "h200", "b200", "4090"] = "h100"
@@ -100,17 +94,17 @@ def not_taken(args: list[str], config: Config) -> str:
     return f"note: {config.run.name} keeps its own settings; to use those of {os.path.relpath(preset)}, {', and '.join(ways)}"
 
 
-def resolve(config: Config, options: PlanConfig, survey: Survey) -> tuple[Config, dict[str, float]]:
-    """Resolve `config` for the planned GPUs. Also returns the epochs of each dataset (empty if one is missing).
+def resolve(config: Config, options: PlanConfig) -> tuple[Config, str]:
+    """Resolve `config` for the planned GPUs. Also returns a remark if its tokens, and so their vocabulary, are missing."""
+    from lockstep.dataset.mixture import open_if_there  # only here, because --help does not need numpy
 
-    survey: see `data.planned`.
-    """
     if config.model.init_from != "scratch":
         from lockstep.checkpoints import huggingface, lookup  # these import torch
 
         directory, _ = lookup.find_model(config.model.init_from, ("config.json",))
         config = dataclasses.replace(config, model=huggingface.shape_of(directory, config.model))
-    vocab_size, epochs = survey(config)
+    mixture, vocab_size = open_if_there(config)
+    remark = "" if mixture else f"{config.data.tokens} does not exist"
     if decay := config.optim.decay_steps:  # plan the branch, not its trunk
         config = settings.replace(config, steps=decay)
 
@@ -120,58 +114,24 @@ def resolve(config: Config, options: PlanConfig, survey: Survey) -> tuple[Config
     memory = gpus.GPUS[options.plan_gpu].memory
     gpu = ("cuda", "cuda", "bfloat16", "bfloat16", memory, memory)
     machines = choices.Machines(options.plan_world_size, options.plan_world_size, *gpu, 1, choose_compile)
-    config, done = choices.resolve(config, vocab_size, machines, {}), 0
-    if decay:  # the branch begins at a checkpoint
-        run = config.run.resume if config.run.resume not in ("auto", "off") else Path(config.run.out_dir, config.run.name)
-        latest = Path(run, "checkpoints", "latest")
-        found = re.search(r"step-(\d+)$", os.path.realpath(latest if latest.exists() else run))
-        done = int(found[1]) if found else 0
-    before, after = epochs(config, done), epochs(config, done + config.train.steps)
-    return config, {name: after[name] - before[name] for name in after}
+    return choices.resolve(config, vocab_size, machines, {}), remark
 
 
-def show(config: Config, options: PlanConfig, survey: Survey) -> None:
-    """Print the plan, on one rank. See `resolve`."""
+def show(config: Config, options: PlanConfig) -> None:
+    """Print the plan, on one rank."""
     if read_ranks()[0] == 0:
-        say(text(*resolve(config, options, survey), options))
+        say(text(*resolve(config, options), options))
 
 
-def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
-    """Return the mildest flags that make a rank fit in `usable` bytes, on `ranks` GPUs or more, and the bytes it then needs."""
-    own, fields, found = config.parallel.strategy, cli.flat_fields(Config), {}
-    small, again = {"micro_batch_size": 1}, {"activation_checkpointing": True}
-    for strategy, doublings in {own: 1, "fsdp": 8}.items():
-        for world, flags in ((ranks * 2**i, flags) for i in range(doublings) for flags in ({}, small, again, small | again)):
-            changed = settings.replace(config, strategy=strategy, shard_gradients="auto", **flags)
-            changed = choices.shard_gradients(changed, world, "cuda", usable)
-            size = sum(footprint.of_rank(changed, world, "cuda").values())
-            with contextlib.suppress(UserError):  # flags that conflict
-                rules.check(changed, world)
-                if size <= usable:
-                    flags = flags if strategy == own else {"strategy": strategy} | flags
-                    if config.parallel.shard_gradients == "off" and changed.parallel.shard_gradients == "on":
-                        flags = flags | {"shard_gradients": "on"}
-                    words = [cli.as_written(fields[name], value) for name, value in flags.items()]
-                    if world > ranks:
-                        words.append(f"on {world} GPUs")
-                    found[" ".join(words)] = size
-                    break
-    return found
-
-
-def text(config: Config, epochs: dict[str, float], options: PlanConfig) -> str:
-    """Return the plan for a resolved `config` as a table, verdict first. epochs: from `resolve`."""
+def text(config: Config, remark: str, options: PlanConfig) -> str:
+    """Return the plan for a resolved `config` as a table, verdict first. remark: see `resolve`."""
     model, train, ranks, gpu = config.model, config.train, options.plan_world_size, gpus.GPUS[options.plan_gpu]
     sizes, memory, usable = footprint.parameters(model), footprint.of_rank(config, ranks, "cuda"), footprint.USABLE * gpu.memory
     count, needed, tokens = sum(sizes.values()), sum(memory.values()), train.steps * train.tokens_per_update
-    fits, fit = needed <= usable, []
-    if not fits:
-        fit = [("What would fit, GB",), *(("", gb(size), words) for words, size in remedies(config, ranks, usable).items())]
-        fit.append(("  a GPU with more memory, or a smaller model",))
-    flops = footprint.flops_per_token(model)
+    fits, smaller = needed <= usable, "--micro_batch_size=1 or " if train.micro_batch_size > 1 else ""
     mfu, source = (options.plan_mfu, "--plan_mfu") if options.plan_mfu != "auto" else gpus.typical_mfu(gpu, count)
-    compute_s, waited_s, sent = gpus.speed(config, ranks, gpu, mfu)
-    step_s, ideal_s = compute_s + waited_s, flops * train.tokens_per_update / ranks / gpu.peak_flops / mfu
+    compute_s, waited_s = gpus.speed(config, ranks, gpu, mfu)
+    step_s = compute_s + waited_s
     hours = train.steps * step_s / 3600 * ranks
     checkpoint, kept = footprint.checkpoint_bytes(config), footprint.checkpoints_at_once(config.checkpoint, train.steps)
     rows = [
@@ -179,24 +139,19 @@ def text(config: Config, epochs: dict[str, float], options: PlanConfig) -> str:
         *((f"  {name}", f"{size:,}") for name, size in (sizes | {"total": count}).items() if size),
         ("Memory per rank, GB",),
         *((f"  {name}", gb(size)) for name, size in memory.items() if size),
-        ("  peak during an update", gb(needed)),
+        ("  peak during an update", gb(needed), "" if fits else f"try {smaller}{rules.less_memory(config, ranks)}"),
         ("  usable", gb(usable), f"of {gb(gpu.memory)}"),
-        *fit,
         ("Batch and tokens",),
         ("  tokens per update", f"{train.tokens_per_update:,}"),
         ("  micro-batch", f"{train.micro_batch_size} x {model.seq_len:,}"),
         ("  micro-steps per update", f"{-(-config.micro_batches // ranks):,}"),
         ("  updates", f"{train.steps:,}"),
-        ("  tokens", f"{tokens:,}"),
-        *((f"  epochs of {name}", f"{times:.2f}") for name, times in epochs.items()),
-        *(("  another mixture after step", f"{step:,}", mixture) for step, mixture in read_phases(config.data.phase)),
-        ("  vocabulary, padded", f"{model.vocab_size:,}", "" if epochs else f"{config.data.tokens} does not exist"),
-        ("  tokens per parameter", f"{tokens / count:.1f}", f"Chinchilla's {CHINCHILLA} are {CHINCHILLA * count:,} tokens"),
+        ("  tokens", f"{tokens:,}", f"{tokens / count:.1f} per parameter"),
+        ("  vocabulary, padded", f"{model.vocab_size:,}", remark),
         ("Time and money",),
-        ("  FLOPs", f"{flops * tokens:.2e}"),
+        ("  FLOPs", f"{footprint.flops_per_token(model) * tokens:.2e}"),
         ("  MFU", f"{mfu:.0%}", f"{source}; the peak is {gpu.peak_flops * ranks / 1e12:,.0f} TFLOP/s"),
-        ("  one update", f"{step_s:.3f} s", f"{waited_s:.3f} s of it waiting for other ranks"),
-        ("  efficiency", f"{ideal_s / step_s:.1%}", f"on {plural(ranks, 'rank')}; each sends {gb(sent)} GB per update"),
+        ("  one update", f"{step_s:.3f} s", f"{waited_s:.3f} s of it waiting for other ranks, if the network keeps up"),
         ("  tokens/s", f"{train.tokens_per_update / step_s:,.0f}"),
         ("  the run", duration(train.steps * step_s), f"{hours:,.1f} GPU hours at ${DOLLARS:g}"),
         ("  checkpoints on disk", f"{gb(kept * checkpoint)} GB", f"at most {kept} of {gb(checkpoint)} GB each"),
@@ -206,9 +161,9 @@ def text(config: Config, epochs: dict[str, float], options: PlanConfig) -> str:
         f"{config.run.name} on {ranks} x {options.plan_gpu.upper()}, {config.parallel.strategy}, {train.dtype}: "
         f"{'fits' if fits else 'DOES NOT FIT'}, {duration(train.steps * step_s)}, ${hours * DOLLARS:,.0f}"
     ]
-    for label, value, remark in ((*row, "", "")[:3] for row in rows):
-        above = "" if label[:1] in ("", " ") else "\n"
-        lines.append(above + f"{label:{first}}  {value:>{second}}  {remark}".rstrip())
+    for label, value, note in ((*row, "", "")[:3] for row in rows):
+        above = "" if label[:1] == " " else "\n"
+        lines.append(above + f"{label:{first}}  {value:>{second}}  {note}".rstrip())
     return "\n".join(lines)
 
 

@@ -165,3 +165,16 @@ def nearest(value: int, unit: int, smallest: int) -> str:
     """Return the nearest multiples of `unit` below and above `value`, at least `smallest`, as text."""
     below, above = value // unit * unit, -(-value // unit) * unit
     return f"{below} or {above}" if below >= smallest else str(max(above, smallest))
+
+
+def less_memory(config: Config, ranks: int) -> str:
+    """Return what lets an update fit on a GPU, such as `--activation_checkpointing=true or --strategy=fsdp`."""
+    sharded, remedies = config.parallel.record.shards_weights, []
+    if not config.train.activation_checkpointing:
+        remedies.append("--activation_checkpointing=true")
+    flag = "--shard_gradients=on" if sharded else "--strategy=fsdp"
+    if ranks == 1:
+        remedies.append("several GPUs" if sharded else f"several GPUs with {flag}")
+    elif config.parallel.shard_gradients != "on":
+        remedies.append(flag)
+    return " or ".join(remedies) or "a GPU with more memory"

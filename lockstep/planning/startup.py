@@ -22,7 +22,7 @@ from lockstep.hardware import device, footprint, host
 from lockstep.numerics.attention import activate_attention_kernel
 from lockstep.numerics.optim import warn_of_warmup
 from lockstep.parallel.world import World
-from lockstep.planning import choices
+from lockstep.planning import choices, rules
 from lockstep.planning.choices import Machines
 from lockstep.reports.log import Log, Record, require_wandb_key
 from lockstep.settings import Config
@@ -189,24 +189,11 @@ def check_memory(config: Config, world: World) -> None:
     largest = max(sizes, key=sizes.get)
     what = largest if largest in parts else f"the {largest} with its gradients and optimizer state"
     flags = " ".join(f"--{name}={flat_values(config)[name]}" for name in BLAME[largest])
-    remedy = "" if own == "cpu" else f", or use {less_memory(config, world.size)}"
+    remedy = "" if own == "cpu" else f", or use {rules.less_memory(config, world.size)}"
     raise UserError(
         f"an update needs about {needed / 1e9:,.1f} GB, but this {'machine' if own == 'cpu' else 'GPU'} has only "
         f"{total / 1e9:,.1f} GB of memory; the largest part is {what}: lower one of {flags}{remedy}"
     )
-
-
-def less_memory(config: Config, ranks: int) -> str:
-    """Return what lets an update fit on a GPU, such as `--activation_checkpointing=true or --strategy=fsdp`."""
-    sharded, remedies = config.parallel.record.shards_weights, []
-    if not config.train.activation_checkpointing:
-        remedies.append("--activation_checkpointing=true")
-    flag = "--shard_gradients=on" if sharded else "--strategy=fsdp"
-    if ranks == 1:
-        remedies.append("several GPUs" if sharded else f"several GPUs with {flag}")
-    elif config.parallel.shard_gradients != "on":
-        remedies.append(flag)
-    return " or ".join(remedies) or "a GPU with more memory"
 
 
 @contextlib.contextmanager
@@ -218,7 +205,7 @@ def explaining_out_of_memory(config: Config, world: World) -> Iterator[None]:
         size = config.train.micro_batch_size
         smaller = f"--micro_batch_size={size // 2 if size % 2 == 0 else 1} or " if size > 1 else ""
         ran = f"rank {world.rank} ran out of memory with --micro_batch_size={size}"
-        raise RunError(f"{ran}; continue with {smaller}{less_memory(config, world.size)}") from error
+        raise RunError(f"{ran}; continue with {smaller}{rules.less_memory(config, world.size)}") from error
 
 
 def check_disk(config: Config) -> list[str]:
