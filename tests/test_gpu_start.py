@@ -160,7 +160,7 @@ def h100(monkeypatch):
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: found["nccl"])
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     for module in (startup, checkpoint):
-        monkeypatch.setattr(module, "activate_attention_kernel", lambda *_: found["kernel"])
+        monkeypatch.setattr(module, "attention_kernel", lambda *_: found["kernel"])
     return found
 
 
@@ -169,7 +169,7 @@ def settled(*flags):
     return dataclasses.replace(config, model=settings.resolve_model(config.model, 0))
 
 
-@pytest.mark.parametrize("changed", [{"nccl": (2, 28, 9)}, {"name": "NVIDIA H100 PCIe"}, {"kernel": "FlashAttention 3"}])
+@pytest.mark.parametrize("changed", [{"nccl": (2, 28, 9)}, {"name": "NVIDIA H100 PCIe"}, {"kernel": "cuDNN's attention"}])
 def test_ranks_that_compute_otherwise_are_refused_under_exact_and_named_elsewhere(h100, monkeypatch, changed):
     cuda = torch.device("cuda")
     ours, world = checkpoint.versions(settled(), cuda), World(0, 2, 2, cuda)
@@ -212,22 +212,7 @@ def test_one_rank_on_other_hardware_ends_a_run_under_exact_and_a_resume_names_wh
     (8, 8, None),
 ])  # fmt: skip
 def test_gpus_that_no_rank_uses_are_named(h100, monkeypatch, gpus, local, said):
-    h100["kernel"] = "FlashAttention 3"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(device, "memory", lambda _: (80 << 30, 80 << 30))
     notes = startup.check(settled(), World(0, local, local, torch.device("cuda")))
     assert notes == [said] * bool(said)
-
-
-@pytest.mark.parametrize("flags, changed, noted", [
-    ([], {}, True),
-    ([], {"kernel": "FlashAttention 3"}, False),
-    ([], {"kernel": "cuDNN's attention"}, False),
-    (["--attend=document"], {}, False),
-])  # fmt: skip
-def test_a_hopper_without_flash_attention_3_is_told_of_it(h100, monkeypatch, flags, changed, noted):
-    h100.update(changed)
-    monkeypatch.setattr(device, "memory", lambda _: (80 << 30, 80 << 30))
-    notes = startup.check(settled(*flags), World(0, 8, 8, torch.device("cuda")))
-    said = "note: attention runs by FlashAttention 2; FlashAttention 3 would be nearly three times as fast (docs/platforms.md)"
-    assert notes == ([said] if noted else [])

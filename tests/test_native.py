@@ -1,9 +1,6 @@
 """The operations of native.py against plain PyTorch: values and gradients."""
 
 import contextlib
-import re
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 import machine  # noqa: F401  puts bench on the path
-from conftest import ROOT, execute
 from lockstep import settings
 from lockstep.hardware import device, footprint
 from lockstep.numerics import attention, native
@@ -148,11 +144,8 @@ def test_the_logits_are_never_whole():
     assert 4 << 20 <= watch.peak < 4 * 4096 * 2048 / 2  # bytes of a part, and of half the logits
 
 
-@pytest.mark.parametrize(
-    "deterministic, installed, order",
-    [(False, False, attention.CUDNN_FIRST), (False, True, attention.FLASH_FIRST), (True, False, None), (True, True, None)],
-)
-def test_the_fastest_attention_goes_first_where_bits_may_differ(monkeypatch, deterministic, installed, order):
+@pytest.mark.parametrize("deterministic, order", [(False, attention.CUDNN_FIRST), (True, None)])
+def test_the_fastest_attention_goes_first_where_bits_may_differ(monkeypatch, deterministic, order):
     orders, usual = [], torch._C._get_sdp_priority_order()
 
     def attend(q, *more, **options):
@@ -161,25 +154,11 @@ def test_the_fastest_attention_goes_first_where_bits_may_differ(monkeypatch, det
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", attend)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
-    monkeypatch.setattr(attention, "has_flash_attention_3", lambda: installed)
     with FakeTensorMode():
         q = torch.empty(1, 2, 8, 16, device="cuda")
         attention.attention(q, q, q)
     assert orders[0][:3] == [int(kind) for kind in order][:3] if order else orders == [usual]
     assert torch._C._get_sdp_priority_order() == usual
-
-
-@pytest.mark.parametrize("noise", [0.0, 1e-6])
-def test_a_kernel_whose_gradients_differ_from_call_to_call_is_noticed(monkeypatch, noise):
-    calls, plain = [], attention.attention
-
-    def attend(q, k, v, dropout_p):
-        calls.append(q.shape)
-        return plain(q, k, v, dropout_p) * (1 + noise * len(calls))
-
-    monkeypatch.setattr(attention, "attention", attend)
-    q, k = torch.zeros(1, 4, 8, 16).expand(3, -1, -1, -1), torch.zeros(1, 2, 8, 16).expand(3, -1, -1, -1)
-    assert attention.gradients_repeat(q, k, 0.0) == (not noise) and calls == [(3, 4, 8, 16)] * 4
 
 
 @pytest.mark.parametrize("length", [1, 77, 256, 300, 1000])
@@ -233,41 +212,6 @@ def test_gpus_take_a_mask_where_flexattention_does_not_work_or_repeat(monkeypatc
     config = settings.replace(settings.Config(), attend="document", deterministic=deterministic, dtype="float16")
     assert footprint.uses_flex(config, device.kind(torch.device("cuda"))) == flexible
     assert (footprint.document_mask(config, device.kind(torch.device("cuda"))) < config.model.seq_len**2) == flexible
-
-
-def test_the_documented_file_gives_pytorch_the_kernels_of_the_hub(tmp_path):
-    """The hub's `kernels` package is replaced; its operations have a name of their own there."""
-    block = re.search(r"cat > .*?flash_attn_interface.py\" <<'END'\n(.*?)END", (ROOT / "docs/platforms.md").read_text(), re.S)
-    (tmp_path / "flash_attn_interface.py").write_text(block[1])
-    hub = "from types import SimpleNamespace as N\n"
-    hub += "def get_kernel(name):\n    print(name)\n    return N(_ops=N(ops=N(fwd=1, bwd=2)))"
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels/__init__.py").write_text(hub)
-    use = "import train, torch; torch.nn.attention.activate_flash_attention_impl('FA3')"
-    use += "; print(torch.nn.attention.current_flash_attention_impl(), torch.nn.attention._fa3._FA3_CUDA_BWD)"
-    done = execute([sys.executable, "-c", use], env={"PYTHONPATH": str(tmp_path)}, fork=False)
-    assert done.stdout.split() == ["kernels-community/flash-attn3", "FA3", "2"]
-
-
-@pytest.mark.parametrize("repeats, kernel", [(True, "FlashAttention 3"), (False, "FlashAttention 2")])
-def test_flash_attention_3_is_taken_only_where_its_gradients_repeat(monkeypatch, repeats, kernel):
-    active = []
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", active.append)
-    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active and active[0])
-    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", active.clear)
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name == "flash_attn_interface")
-    monkeypatch.setattr(attention, "gradients_repeat", lambda q, k, dropout_p: tried.append((q.shape, k.shape)) or repeats)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: torch.empty(shape, dtype=dtype))
-    node = SimpleNamespace(name=lambda: "ScaledDotProductFlashAttentionBackward0")
-    monkeypatch.setattr(attention, "attention", lambda *_: SimpleNamespace(grad_fn=node))
-    tried, shape = [], settings.ModelConfig("llama", n_head=4, n_kv_head=2, n_embd=64, seq_len=8, vocab_size=8)
-    config = settings.resolve_model(shape, 8)
-    said = attention.activate_attention_kernel(config, 3, torch.bfloat16, torch.device("cuda"))
-    assert tried == [((3, 4, 8, 16), (3, 2, 8, 16))]  # at the shapes of the run
-    assert said.startswith(kernel) and bool(active) == repeats
-    assert ("differ from run to run; to use it anyway, set deterministic = false" in said) != repeats
-    attention.activate_attention_kernel.cache_clear()
 
 
 @pytest.mark.parametrize("compiled, wide", [(False, True), (True, True), (False, False)])

@@ -37,7 +37,7 @@ from lockstep.common.records import Count
 from lockstep.dataset.mixture import Mixture
 from lockstep.hardware import device
 from lockstep.numerics import optim
-from lockstep.numerics.attention import activate_attention_kernel
+from lockstep.numerics.attention import attention_kernel
 from lockstep.parallel.world import World
 from lockstep.reports.log import Log
 from lockstep.reports.progress import due
@@ -104,8 +104,7 @@ def versions(config: Config, own: torch.device) -> dict[str, str]:
     if torch.backends.mkl.is_available():
         packages["mkl"] = os.environ.get("MKL_CBWR", "")  # its reproducibility mode (host.prepare_torch)
     if own.type == "cuda":
-        dtype = device.DTYPES[config.train.dtype]
-        kernel = activate_attention_kernel(config.model, config.train.micro_batch_size, dtype, own)
+        kernel = attention_kernel(config.model, device.DTYPES[config.train.dtype], own)
         packages |= device.libraries() | {"attention": kernel}
     return packages | {"hardware": device.describe(own)}
 

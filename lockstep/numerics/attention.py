@@ -5,7 +5,6 @@ Kernels differ in speed and reproducibility, and PyTorch's own order of preferen
 
 import contextlib
 import functools
-import importlib.util
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +18,9 @@ from lockstep.settings import ModelConfig
 
 SHORT = 512  # longest context for which bfloat16 attention on a CPU stores all its weights
 
-# If `deterministic` is set, PyTorch never uses cuDNN. Otherwise we prefer FlashAttention 3, then cuDNN's attention, because
-# PyTorch's default order depends on the GPU and the cuDNN version. On an H100, cuDNN reaches 632 TFLOP/s and PyTorch's own
-# kernel 329 (pytorch/pytorch#142132).
-FLASH_FIRST = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# If `deterministic` is set, PyTorch never uses cuDNN. Otherwise we prefer cuDNN's attention, because PyTorch's default order
+# depends on the GPU and the cuDNN version. On an H100, cuDNN reaches 632 TFLOP/s and PyTorch's own kernel 329
+# (pytorch/pytorch#142132).
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -46,14 +44,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: "Te
     if grouped and q.device.type == "cuda" and (mask is not None or q.dtype is not torch.bfloat16):
         k, v = (x[:, :, None].expand(-1, -1, q.shape[1] // k.shape[1], -1, -1).flatten(1, 2) for x in (k, v))
         grouped = False
-    order = FLASH_FIRST if has_flash_attention_3() else CUDNN_FIRST
-    with sdpa_kernel(order, set_priority=True) if free else contextlib.nullcontext():
+    with sdpa_kernel(CUDNN_FIRST, set_priority=True) if free else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=mask is None and T == S, enable_gqa=grouped)
-
-
-def has_flash_attention_3() -> bool:
-    """Return whether `activate_attention_kernel` has replaced PyTorch's flash attention with FlashAttention 3."""
-    return bool(getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)())
 
 
 def document_mask(document_starts: Tensor, dtype: torch.dtype, dropout_p: float, flexible=True) -> "Tensor | BlockMask":
@@ -103,50 +95,18 @@ def compiled_flex_attention():
 
 
 @functools.cache  # because the banner calls this again
-def activate_attention_kernel(config: ModelConfig, batch: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Switch `attention` to FlashAttention 3 in this process if it is installed and works here. Returns the name of the kernel.
-
-    PyTorch's own kernel with a deterministic backward pass is FlashAttention 2, which runs at 166 TFLOP/s on an H100.
-    FlashAttention 3 reaches 474 (Dao-AILab/flash-attention#1893), but some of its builds are not reproducible (#2244), so it is
-    tested first. batch: sequences per micro-batch. dtype: precision of matmuls.
-    """
-    flash, problem = "FlashAttention 2", ""
+def attention_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Return the name of the kernel that `attention` uses across documents. dtype: precision of matmuls."""
     q = torch.zeros(1, config.n_head, config.seq_len, config.head_dim, dtype=dtype, device=device)
     k = q[:, : config.n_kv_head]
-    if device.type == "cuda" and importlib.util.find_spec("flash_attn_interface"):
-        try:
-            torch.nn.attention.activate_flash_attention_impl("FA3")
-            same = gradients_repeat(q.expand(batch, -1, -1, -1), k.expand(batch, -1, -1, -1), config.dropout)
-            if torch.are_deterministic_algorithms_enabled() and not same:
-                raise RuntimeError(
-                    "its gradients differ from run to run; to use it anyway, set deterministic = false in a preset file"
-                )
-            flash = "FlashAttention 3"
-        except (AttributeError, ImportError, RuntimeError) as error:  # old PyTorch, broken package, unsupported GPU, or dropout
-            problem = f" (FlashAttention 3 is installed but does not work here: {error})"
-            if has_flash_attention_3():
-                torch.nn.attention.restore_flash_attention_impl()
     # The backward function that autograd records identifies the kernel.
     kernels = {
         "ScaledDotProductFlashAttentionForCpuBackward0": "PyTorch's flash attention for CPUs",
-        "ScaledDotProductFlashAttentionBackward0": flash,
+        "ScaledDotProductFlashAttentionBackward0": "FlashAttention 2",
         "ScaledDotProductCudnnAttentionBackward0": "cuDNN's attention",
         "ScaledDotProductEfficientAttentionBackward0": "memory-efficient attention",
     }
-    backward = attention(q.detach().requires_grad_(), k, k, config.dropout).grad_fn.name()
-    return kernels.get(backward, "matmuls and softmax") + problem
-
-
-def gradients_repeat(q: Tensor, k: Tensor, dropout_p: float, times: int = 4) -> bool:
-    """Return whether FlashAttention gives the same gradients in each of `times` runs, on inputs shaped like `q` and `k`."""
-    torch.manual_seed(0)
-    upstream, *inputs = (torch.randn(x.shape, dtype=x.dtype, device=x.device, requires_grad=True) for x in (q, q, k, k))
-    found = []
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):  # no fallback to another kernel
-        for _ in range(times):
-            torch.manual_seed(0)  # for dropout
-            found.append(torch.autograd.grad(attention(*inputs, dropout_p), inputs, upstream))
-    return all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    return kernels.get(attention(q.detach().requires_grad_(), k, k, config.dropout).grad_fn.name(), "matmuls and softmax")
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:

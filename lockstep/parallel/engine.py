@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lockstep.common.errors import RunError
 from lockstep.hardware import device
 from lockstep.numerics import optim
-from lockstep.numerics.attention import activate_attention_kernel
 from lockstep.numerics.optim import Optimizers, local
 from lockstep.parallel.replicas import check_replicas
 from lockstep.parallel.shares import gather_own
@@ -76,8 +75,6 @@ class Engine:
 
     def __post_init__(self):
         self.dtype, self.compiled = self.train.dtype, self.train.compile == "on"
-        batch = self.train.micro_batch_size, device.DTYPES[self.dtype], self.world.device
-        activate_attention_kernel(self.module.config, *batch)
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.dtype == "float16")
         self.model = self.strategy.model  # `module` in a wrapper: maps inputs and targets [micro-batch, T] to their mean loss
         self.parameters = self.strategy.parameters  # what the optimizers update: the module's, or this rank's shares of them

@@ -19,7 +19,7 @@ from lockstep.common.cli import flat_values
 from lockstep.common.errors import PIP, RunError, UserError, plural
 from lockstep.dataset.mixture import Mixture
 from lockstep.hardware import device, footprint, host
-from lockstep.numerics.attention import activate_attention_kernel
+from lockstep.numerics.attention import attention_kernel
 from lockstep.numerics.optim import warn_of_warmup
 from lockstep.parallel.world import World
 from lockstep.planning import choices, rules
@@ -167,12 +167,6 @@ def check(config: Config, world: World) -> list[str]:
         warnings.append(f"note: {idle} of this node will be idle; torchrun --nproc_per_node={most} train.py ... uses {most}")
     if note := config.model.form.note:
         warnings.append(f"note: --architecture={config.model.architecture}: {note}")
-    hopper = device.kind(world.device) == "cuda" and torch.cuda.get_device_capability(world.device)[0] == 9
-    if hopper and config.data.attend == "window":
-        kernel = activate_attention_kernel(config.model, train.micro_batch_size, device.DTYPES[train.dtype], world.device)
-        if kernel == "FlashAttention 2":
-            faster = "FlashAttention 3 would be nearly three times as fast (docs/platforms.md)"
-            warnings.append(f"note: attention runs by {kernel}; {faster}")
     return warnings
 
 
@@ -234,7 +228,7 @@ def banner(config: Config, world: World, step: int, reads: list[str], remarks: l
         each, more = divmod(config.micro_batches, world.size)
         shared = f", {f'{each} or {each + 1}' if more else each} on each of {ranks}"
     hardware = torch.cuda.get_device_name(own) if own.type == "cuda" else f"{own.type} ({plural(host.cores(), 'core')})"
-    kernel = activate_attention_kernel(model, train.micro_batch_size, device.DTYPES[train.dtype], own)
+    kernel = attention_kernel(model, device.DTYPES[train.dtype], own)
     if config.data.attend == "document":
         kernel = f"{'FlexAttention' if footprint.uses_flex(config, device.kind(own)) else 'a mask'}, within documents"
     memory, total = sum(footprint.of_rank(config, world.size, device.kind(own)).values()), device.memory(own)[1]
