@@ -11,92 +11,29 @@ import torch
 from conftest import before_update
 from lockstep import settings
 from lockstep.checkpoints import checkpoint
-from lockstep.common.errors import PIP, UserError
+from lockstep.common.errors import UserError
 from lockstep.hardware import device, host
 from lockstep.parallel.world import World
 from lockstep.planning import rules, startup
-
-PROC = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12.2\n"
-OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
 
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     """A machine with a GPU, as Linux shows it."""
-    for name, text in {"NVIDIA_VERSION": PROC, "NVIDIA_DEVICE": ""}.items():
-        path = tmp_path / name
-        path.write_text(text)
-        monkeypatch.setattr(host, name, path)
-    monkeypatch.setattr(host, "PCI_DEVICES", tmp_path / "pci")
+    monkeypatch.setattr(host, "NVIDIA_VERSION", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return tmp_path
 
 
-@pytest.mark.parametrize("text, driver", [(PROC, "535.104.05"), (OPEN, "580.65.06"), ("something else", "")])
-def test_the_driver_is_read_from_proc(gpu, text, driver):
-    (gpu / "NVIDIA_VERSION").write_text(text)
-    assert host.nvidia_driver() == driver
-
-
-@pytest.mark.parametrize(
-    "cuda, text, said",
-    [
-        ("13.0", PROC, "driver 535.104.05, but torch .* needs driver 580 or newer for CUDA 13.0; .* try: .*/whl/cu126;"),
-        (None, PROC, f"is a build without CUDA; try: {PIP} --force-reinstall torch --index-url .*/whl/cu126;"),
-        (None, OPEN, f"is a build without CUDA; try: {PIP} --force-reinstall torch;"),
-        ("13.0", OPEN, "driver 580.65.06, but torch .* finds none; start a container with its GPUs"),
-        ("12.6", PROC, "driver 535.104.05, but torch .* finds none; start a container with its GPUs"),
-    ],
-)
-def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(gpu, monkeypatch, cuda, text, said):
-    (gpu / "NVIDIA_VERSION").write_text(text)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
+def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(gpu):
     for name in ("auto", "cuda"):
-        with pytest.raises(UserError, match=said + ".*--device=cpu trains on the CPU"):
+        with pytest.raises(UserError, match="docs/platforms.md says which build .* --device=cpu trains on the CPU"):
             device.prepare_device(name)
     assert device.prepare_device("cpu") == torch.device("cpu")
-
-
-@pytest.mark.parametrize("number, blackwell", [("2b85", True), ("2684", False)])  # RTX 5090 and 4090
-@pytest.mark.parametrize("cuda", ["13.0", "12.6", None])
-def test_an_old_driver_under_a_new_gpu_is_to_be_updated(gpu, monkeypatch, number, blackwell, cuda):
-    for function, one in enumerate((number, "22e8")):  # the second is its sound
-        (gpu / f"pci/0000:01:00.{function}").mkdir(parents=True)
-        for name, value in dict(vendor="10de", device=one, **{"class": "040300" if function else "030000"}).items():
-            (gpu / f"pci/0000:01:00.{function}" / name).write_text(f"0x{value}\n")
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    with pytest.raises(UserError) as found:
-        device.prepare_device("auto")
-    wanted = f"needs driver 580 or newer for this GPU; update the driver, then run: {PIP} --force-reinstall torch; --device"
-    assert (wanted in str(found.value)) == blackwell and not (blackwell and "cu126" in str(found.value))
 
 
 def test_a_gpu_that_the_user_hides_is_none(gpu, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert device.prepare_device("auto") == torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    "capability, architectures, wheel",
-    [
-        ((9, 0), ["sm_75", "sm_80", "sm_90", "compute_120"], None),
-        ((8, 9), ["sm_75", "sm_80", "sm_90"], None),  # by the kernels for 8.0
-        ((10, 3), ["sm_100a", "sm_90"], None),
-        ((12, 1), ["sm_90", "compute_90"], None),  # by PTX
-        ((7, 0), ["sm_75", "sm_80", "compute_120"], "try: .* -m pip install --force-reinstall torch --index-url .*/whl/cu126"),
-        ((12, 0), ["sm_80", "sm_90"], f"with driver 580 or newer, try: {PIP} --force-reinstall torch"),
-        ((7, 0), [], None),  # not known
-    ],
-)
-def test_a_gpu_without_kernels_is_refused_by_name(monkeypatch, capability, architectures, wheel):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
-    if wheel is None:
-        device.require_kernels(torch.device("cuda"))
-    else:
-        with pytest.raises(UserError, match=rf"Tesla V100 has compute capability \d+\.\d.* only for (7\.5|8\.0), .*; {wheel}$"):
-            device.require_kernels(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("release, system, gpu_of_wsl, expandable", [

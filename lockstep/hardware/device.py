@@ -23,22 +23,17 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from lockstep.common.errors import PIP, UserError
+from lockstep.common.errors import UserError
 from lockstep.common.records import Auto
 from lockstep.hardware import host
 from lockstep.hardware.gpus import GPU_PEAK_FLOPS
-from lockstep.hardware.host import cores, cpu_name, cpuinfo, default_threads, has_blackwell, memory_bytes, nvidia_driver
+from lockstep.hardware.host import cores, cpu_name, cpuinfo, default_threads, has_nvidia_gpu, memory_bytes
 from lockstep.settings import Config
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
 # ONEDNN_MAX_CPU_ISA limits oneDNN to older instructions. With these values, it may use the matrix unit and AVX512_BF16.
 NO_LIMIT = ("", "ALL", "DEFAULT")
 MOST_RANKS = 4  # limit for `make train` on a CPU; more were not measured
-CUDA_DRIVERS = {"12": 525, "13": 580}  # the oldest driver for each major version of CUDA
-# pip's default wheel of torch 2.13 needs CUDA 13. The one below is for older drivers, and for GPUs from Maxwell to Hopper
-# (pytorch's RELEASE.md).
-TORCH_WHEEL = f"{PIP} --force-reinstall torch"
-CUDA_12_WHEEL = f"{TORCH_WHEEL} --index-url https://download.pytorch.org/whl/cu126"
 # MKL ignores AVX512 on AMD's processors, so oneDNN multiplies float32 matrices up to 2.3 times as fast there, and up to 1.17
 # times where only AVX2 is allowed, except for weights' gradients (bench/LOG.md, "Classes of processors"). We have not compared
 # them on Intel's.
@@ -72,7 +67,6 @@ def prepare_device(
         raise UserError("exact and portable runs need float64, which Metal devices do not support; use --device=cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        require_kernels(device)
         torch.set_float32_matmul_precision("high")  # TF32: see --dtype
     if device.type == "cuda" and deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -121,39 +115,10 @@ def find_device(name: str, local_rank: int) -> torch.device:
 
 def require_no_gpu() -> None:
     """Raise UserError if this machine has an NVIDIA GPU that torch cannot use. A run must not train on the CPU by mistake."""
-    if (driver := nvidia_driver()) is None:
-        return
-    cuda, own = torch.version.cuda or "", int(driver.partition(".")[0] or 0)
-    newest = CUDA_DRIVERS["13"]
-    needed = CUDA_DRIVERS.get(cuda.partition(".")[0], newest)
-    if own < newest and has_blackwell():  # the other wheel has no kernels for it
-        problem = f"needs driver {newest} or newer for this GPU; update the driver, then run: {TORCH_WHEEL}"
-    elif not cuda:
-        problem = f"is a build without CUDA; try: {CUDA_12_WHEEL if own < newest else TORCH_WHEEL}"
-    elif own < needed:
-        problem = f"needs driver {needed} or newer for CUDA {cuda}; update the driver, or try: {CUDA_12_WHEEL}"
-    else:
-        problem = f"with CUDA {cuda} finds none; start a container with its GPUs, as in docker run --gpus=all"
-    gpu = "an NVIDIA GPU" + f" with driver {driver}" * bool(driver)
-    raise UserError(f"this machine has {gpu}, but torch {torch.__version__} {problem}; --device=cpu trains on the CPU")
-
-
-def require_kernels(device: torch.device) -> None:
-    """Raise UserError unless this torch has code that the GPU can run.
-
-    That is a kernel for the GPU's major version and at most its minor version, or PTX for at most its version.
-    """
-    built = re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(torch.cuda.get_arch_list()))
-    if torch.version.hip or not built:
-        return
-    own, versions = torch.cuda.get_device_capability(device), [(kind, (int(x), int(y))) for kind, x, y in built]
-    if not any(version <= own and (kind == "compute" or version[0] == own[0]) for kind, version in versions):
-        gpu = f"{torch.cuda.get_device_name(device)} has compute capability {own[0]}.{own[1]}"
-        known = ", ".join(f"{major}.{minor}" for _, (major, minor) in versions)
-        fix = f"with driver {CUDA_DRIVERS['13']} or newer, try: {TORCH_WHEEL}"
-        if own < min(version for _, version in versions):
-            fix = f"try: {CUDA_12_WHEEL}"
-        raise UserError(f"{gpu}, but torch {torch.__version__} has kernels only for {known}; {fix}")
+    if has_nvidia_gpu():
+        build = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
+        problem = "docs/platforms.md says which build its driver needs, and a container needs --gpus=all"
+        raise UserError(f"this machine has an NVIDIA GPU, but {build} cannot use it; {problem}; --device=cpu trains on the CPU")
 
 
 def ranks_here() -> int:

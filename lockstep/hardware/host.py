@@ -11,7 +11,6 @@ from pathlib import Path
 
 from lockstep.common.errors import UserError
 
-PCI_DEVICES = Path("/sys/bus/pci/devices")
 NVIDIA_DEVICE, NVIDIA_VERSION = Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version")
 WSL_GPU = Path("/dev/dxg")  # WSL's GPU device, present whatever the kernel's name
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # Linux's control groups, and this process's
@@ -131,20 +130,7 @@ def memory_bytes() -> int:
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *allowed])
 
 
-def nvidia_driver() -> str | None:
-    """Return the version of NVIDIA's driver if this process may use a GPU (empty if unknown), or None without a GPU."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
-        return None
-    if NVIDIA_VERSION.exists():
-        found = re.search(r"Kernel Module.*?  (\d+\.[\d.]+)", NVIDIA_VERSION.read_text())
-        return found[1] if found else ""
-    return "" if NVIDIA_DEVICE.exists() else None
-
-
-def has_blackwell() -> bool:
-    """Return whether this machine has an NVIDIA GPU of the Blackwell generation or later, by its number on the PCI bus."""
-    for folder in PCI_DEVICES.glob("*"):
-        vendor, number, kind = (int((folder / name).read_text(), 16) for name in ("vendor", "device", "class"))
-        if vendor == 0x10DE and kind >> 16 == 3 and number >= 0x2900:  # class 3: display controllers
-            return True
-    return False
+def has_nvidia_gpu() -> bool:
+    """Return whether this process may use an NVIDIA GPU."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    return not hidden and (NVIDIA_VERSION.exists() or NVIDIA_DEVICE.exists())
