@@ -187,25 +187,10 @@ def test_exact_takes_the_same_micro_batch_on_any_number_of_gpus(memory):
     assert len(sizes) == 1
 
 
-@pytest.mark.parametrize(
-    "flags, named",
-    [
-        (
-            ["--seq_len=2000000", "--tokens_per_update=2000000"],
-            "activations: lower one of --micro_batch_size=1 --seq_len=2000000 ",
-        ),
-        (
-            ["--n_embd=65536", "--n_head=64", "--vocab_size=384"],
-            "the MLP with its gradients and optimizer state: lower one of --n_embd=65536",
-        ),
-        (["--vocab_size=16000000", "--n_embd=256", "--n_head=4"], "lower one of --vocab_size=16000000 "),
-    ],
-)
-def test_a_model_that_does_not_fit_is_refused_with_its_largest_part(monkeypatch, flags, named):
+def test_a_model_that_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr("lockstep.hardware.device.memory_bytes", lambda: 24 << 30)
-    flags = ["--architecture=llama", "--micro_batch_size=1", "--compile=off", "--dtype=float32", *flags]
-    config = planned("--plan_world_size=1", *flags).config
-    with pytest.raises(errors.UserError, match=re.escape(named)):
+    config = planned("--plan_world_size=1", "--micro_batch_size=1", "--seq_len=2000000", "--tokens_per_update=2000000").config
+    with pytest.raises(errors.UserError, match="has only 25.8 GB of memory; lower --micro_batch_size, --seq_len or"):
         startup.check_memory(config, World(0, 1, 1, torch.device("cpu")))
 
 

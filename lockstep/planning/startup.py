@@ -26,15 +26,6 @@ from lockstep.planning.choices import Machines
 from lockstep.reports.log import Log, Record, require_wandb_key
 from lockstep.settings import Config
 
-# The settings that determine how much memory each part needs.
-BLAME = {
-    "activations": ("micro_batch_size", "seq_len", "n_embd", "n_layer"),
-    "logits": ("vocab_size", "micro_batch_size", "seq_len", "n_embd"),
-    "position embedding": ("seq_len", "n_embd"),
-    **dict.fromkeys(("attention", "MLP"), ("n_embd", "n_layer")),
-    **dict.fromkeys(("token embedding", "output layer"), ("vocab_size", "n_embd")),
-}
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -169,22 +160,17 @@ def check(config: Config, world: World) -> list[str]:
 
 def check_memory(config: Config, world: World) -> None:
     """Raise UserError if there is too little memory for an update (on a CPU, also for the copy that a checkpoint needs)."""
-    own, parts = world.device.type, footprint.of_rank(config, world.size, device.kind(world.device))
-    needed, total = sum(parts.values()), device.memory(world.device)[1]
+    own = world.device.type
+    needed = sum(footprint.of_rank(config, world.size, device.kind(world.device)).values())
+    total = device.memory(world.device)[1]
     if own == "cpu":  # Linux would kill the run without a message
         needed = world.local_size * needed + footprint.checkpoint_bytes(config)
-    if needed <= total:
-        return
-    sizes = {part: parts.get(part, 0.0) for part in ("activations", "logits")}
-    sizes |= {part: 16.0 * count for part, count in footprint.parameters(config.model).items()}
-    largest = max(sizes, key=sizes.get)
-    what = largest if largest in parts else f"the {largest} with its gradients and optimizer state"
-    flags = " ".join(f"--{name}={flat_values(config)[name]}" for name in BLAME[largest])
-    remedy = "" if own == "cpu" else f", or use {rules.less_memory(config, world.size)}"
-    raise UserError(
-        f"an update needs about {needed / 1e9:,.1f} GB, but this {'machine' if own == 'cpu' else 'GPU'} has only "
-        f"{total / 1e9:,.1f} GB of memory; the largest part is {what}: lower one of {flags}{remedy}"
-    )
+    if needed > total:
+        remedy = "" if own == "cpu" else f", or use {rules.less_memory(config, world.size)}"
+        raise UserError(
+            f"an update needs about {needed / 1e9:,.1f} GB, but this {'machine' if own == 'cpu' else 'GPU'} has only "
+            f"{total / 1e9:,.1f} GB of memory; lower --micro_batch_size, --seq_len or the model's size{remedy}"
+        )
 
 
 @contextlib.contextmanager
