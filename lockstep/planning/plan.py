@@ -6,7 +6,6 @@ speed follows from the MFU: --plan_mfu, or what we measured or assume for the GP
 
 import dataclasses
 import os
-import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -78,17 +77,9 @@ def not_taken(args: list[str], config: Config) -> str:
         return ""
     values, now = cli.flat_values(settings.read_preset(preset, asked=True)), cli.flat_values(config)
     names = (settings.read_toml(preset).keys() & values.keys()) - given - {"name", "out_dir", "resume"}
-    fields = cli.flat_fields(Config)
-    other = [fields[name] for name in sorted(names) if values[name] != now[name]]
-    if not other:
-        return ""
-    flags = [shlex.quote(cli.as_written(item, values[item.name])) for item in other if cli.is_flag(item)]
-    lines = [cli.in_file(item, values[item.name]) for item in other if not cli.is_flag(item)]
-    ways = [f"pass them as flags: {files.shortened(flags)}"] if flags else []
-    if lines:
-        table = "under [asked] in " if any(now[item.name] == "auto" for item in other if not cli.is_flag(item)) else "in "
-        ways.append(f"set {', '.join(lines)} {table}{Path(config.run.out_dir, config.run.name, 'config.toml')}")
-    return f"note: {config.run.name} keeps its own settings; to use those of {os.path.relpath(preset)}, {', and '.join(ways)}"
+    other = [name for name in sorted(names) if values[name] != now[name]]
+    kept = f"note: {config.run.name} keeps its own {files.shortened(other)}, whatever {os.path.relpath(preset)} has"
+    return f"{kept}; flags or its config.toml change them" if other else ""
 
 
 def resolve(config: Config, options: PlanConfig) -> tuple[Config, str]:
