@@ -116,11 +116,7 @@ def load_state(directory: Path) -> TrainState:
     if not state.mixture_order:  # version 0.1.0 knew only the shared one, and later ones had a setting
         state.mixture_order = "own" if state.settings.get("mixture_order") == "own" else "shared"
     for record in (state.settings, *(era["settings"] for era in state.history)):
-        if record:
-            settings.update_record(record)
-    state.settings = settings.without_retired(state.settings, str(path))
-    for era in state.history:
-        era["settings"] = settings.without_retired(era["settings"], str(path))
+        settings.update_record(record)
     settings.from_record(state.settings, str(path))
     return state
 
