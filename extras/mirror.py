@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoints.retention import MANIFEST, NAME, find_damage, read_manifest, step_of
+from lockstep.checkpoints.checkpoint import load_state, while_others_wait
+from lockstep.checkpoints.retention import MANIFEST, NAME, find_damage, newest, read_manifest, step_of
 from lockstep.common import errors, files
 from lockstep.common.errors import RunError, UserError
+from lockstep.parallel.world import World
 from lockstep.reports.log import Log
 
 RECORDS = ("metrics.jsonl", "train.log")  # files of the run, also copied into each checkpoint in the store
@@ -85,6 +87,27 @@ class Mirror:
 
     # -----------------------------------------------------------------------------------------------------------------
     # From the store
+
+    def restore(self, checkpoints: Path, world: World) -> None:
+        """Download the newest checkpoint to every node that lacks it. All ranks must call this."""
+        several_nodes = world.size > world.local_size
+
+        def find_newest() -> tuple[str, bytes]:
+            here, _ = newest(checkpoints)
+            self.identity = load_state(here).identity if here else None
+            name = self.fetch(step_of(here) if here else -1) or (here.name if here else "")
+            if name and several_nodes:  # other nodes may need it
+                self.retried(lambda: self.copy([checkpoints / name], 0, []))
+            return name, (checkpoints / name / MANIFEST).read_bytes() if name else b""
+
+        def fetch() -> None:
+            own = checkpoints / name  # a damaged or different one may have this name if the nodes share no disk
+            if find_damage(own) or (own / MANIFEST).read_bytes() != manifest:
+                self.fetch(-1, name)
+
+        name, manifest = while_others_wait(world, find_newest)
+        if name and several_nodes:
+            while_others_wait(world, fetch, mine=world.rank > 0 and world.rank % world.local_size == 0)
 
     def fetch(self, newer_than: int, only: str = "") -> str:
         """Download the newest intact checkpoint after step `newer_than`, or the one called `only`. Returns its name, or "".

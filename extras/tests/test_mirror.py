@@ -13,8 +13,9 @@ import torch
 
 import machine
 from conftest import Trainer, content, damage
+from extras import mirror
 from extras.mirror import MANIFEST, Mirror
-from lockstep.checkpoints import resume, retention
+from lockstep.checkpoints import retention
 from lockstep.common.errors import RunError
 from lockstep.parallel.world import World
 from lockstep.reports.log import Log
@@ -215,14 +216,14 @@ def test_a_node_that_shares_no_disk_does_not_trust_its_own_copy_unseen(train, tm
             newest["found"] = work()
         return newest["found"] if mine is None else mine and work()
 
-    monkeypatch.setattr(resume, "while_others_wait", on_its_node)
+    monkeypatch.setattr(mirror, "while_others_wait", on_its_node)
     for rank in range(2):
         run = shutil.copytree(train.runs / "spot", tmp_path / f"node{rank}" / "spot", symlinks=True)
         if rank == 1:
             damage(run / "checkpoints" / "step-00000003" / "optimizer.safetensors")
         with Log(run, True) as log:
             node = World(rank, 2, 1, torch.device("cpu"))
-            resume.restore(run / "checkpoints", node, Mirror(str(tmp_path / "store"), log))
+            Mirror(str(tmp_path / "store"), log).restore(run / "checkpoints", node)
         assert retention.find_damage(run / "checkpoints" / "step-00000003") is None
 
 

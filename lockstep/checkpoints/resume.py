@@ -10,7 +10,7 @@ from lockstep import settings
 from lockstep.checkpoints import huggingface
 from lockstep.checkpoints.checkpoint import TrainState, load_state, while_others_wait
 from lockstep.checkpoints.lookup import LINKS, find, find_model
-from lockstep.checkpoints.retention import MANIFEST, find_damage, newest, published, step_of
+from lockstep.checkpoints.retention import MANIFEST, newest, published
 from lockstep.checkpoints.tensor_files import LazyTensor
 from lockstep.common import cli
 from lockstep.common.errors import UserError, refuse
@@ -72,33 +72,11 @@ def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: 
     mirror: the run's `extras.mirror.Mirror`, or None.
     """
     if mirror:
-        restore(run / "checkpoints", world, mirror)
+        mirror.restore(run / "checkpoints", world)
     start = while_others_wait(world, lambda: search(run, resume, init_from, dataset))
     if start.pretrained and world.size > world.local_size:  # each node downloads a model from the Hub
         while_others_wait(world, lambda: find_model(init_from), mine=world.rank % world.local_size == 0)
     return start
-
-
-def restore(checkpoints: Path, world: World, mirror) -> None:
-    """Download the newest checkpoint from the `mirror` to every node that lacks it. All ranks must call this."""
-    several_nodes = world.size > world.local_size
-
-    def find_newest() -> tuple[str, bytes]:
-        here, _ = newest(checkpoints)
-        mirror.identity = load_state(here).identity if here else None
-        name = mirror.fetch(step_of(here) if here else -1) or (here.name if here else "")
-        if name and several_nodes:  # other nodes may need it
-            mirror.retried(lambda: mirror.copy([checkpoints / name], 0, []))
-        return name, (checkpoints / name / MANIFEST).read_bytes() if name else b""
-
-    def fetch() -> None:
-        own = checkpoints / name  # a damaged or different one may have this name if the nodes share no disk
-        if find_damage(own) or (own / MANIFEST).read_bytes() != manifest:
-            mirror.fetch(-1, name)
-
-    name, manifest = while_others_wait(world, find_newest)
-    if name and several_nodes:
-        while_others_wait(world, fetch, mine=world.rank > 0 and world.rank % world.local_size == 0)
 
 
 def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
