@@ -415,8 +415,6 @@ def problems(config: Config) -> list[str]:
     )
     if run.name in (".", "..") or "/" in run.name:
         found.append(f"--name={run.name} must be a plain directory name; use --out_dir for its location")
-    if config.model.init_from == "resume":
-        found.append("--init_from=resume: leave it out; running the same command again continues a run")
     if "@" in urlsplit(config.checkpoint.mirror).netloc:
         found.append("--mirror contains a password, which would appear in logs; put it in the storage client's own settings")
     return found

@@ -109,40 +109,30 @@ def repeated(args: list[str], flags: dict[str, dataclasses.Field]) -> Iterator[s
 
 def unexpected(words: list[str], fields: dict[str, dataclasses.Field]) -> Iterator[str]:
     """Yield a message for each of the `words` of a command line that is not an argument of it. fields: its settings."""
-    values, others, open_flag = {}, [], ""  # open_flag: in --a v, the flag that waits for its value
+    names, others, open_flag = {}, [], False  # open_flag: in --a v, whether the flag waits for its value
     for word in words:
         if word.startswith("--"):
-            (name,), (_, given, value) = flag_names([word]), word.partition("=")
-            values.setdefault(name, value)
-            open_flag = "" if given else name
+            names |= dict.fromkeys(flag_names([word]))
+            open_flag = "=" not in word
         elif open_flag:
-            values[open_flag], open_flag = word, ""
+            open_flag = False
         else:
             others.append(word)
-    unknown = [name for name in values if name not in fields]
-    for name, value in values.items():
+    unknown = [name for name in names if name not in fields]
+    for name in names:
         if name in fields:  # tyro leaves it over, because it is FileOnly
-            line = in_file(fields[name], value)
-            yield f"--{name} is not a flag; set {line} in a preset file, such as a copy of config/laptop.toml"
-            continue
-        yield f"unknown flag --{name}{suggestion(name, fields)}" + (" (--help lists all flags)" if name == unknown[-1] else "")
+            yield f"--{name} is not a flag; set {name} in a preset file, such as a copy of config/laptop.toml"
+        else:
+            listed = " (--help lists all flags)" if name == unknown[-1] else ""
+            yield f"unknown flag --{name}{suggestion(name, fields)}{listed}"
     for word in others:
         yield f"unexpected {word}: put a preset or a run before all flags, and write flags as --name=value"
 
 
-def in_file(item: dataclasses.Field, value) -> str:
-    """Return a setting as a preset file has it, such as `momentum = 0.9`. value: the setting, or its flag's text."""
-    try:
-        shown = json.dumps(msgspec.convert(value, item.type, strict=False), ensure_ascii=False)
-    except msgspec.ValidationError:
-        shown = syntax(item.type)
-    return f"{item.name} = {shown}"
-
-
 def as_written(item: dataclasses.Field, value) -> str:
-    """Return a setting as a command line has it, such as --lr=0.1, or if only files may have it, see `in_file`."""
+    """Return a setting as a command line has it, such as --lr=0.1, or, if only files may have it, as a file does."""
     if not is_flag(item):
-        return in_file(item, value)
+        return f"{item.name} = {json.dumps(value, ensure_ascii=False)}"
     return f"--{item.name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
