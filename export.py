@@ -71,8 +71,7 @@ def main(config: ExportConfig) -> None:
         with files.publish_directory(out) as directory:
             dtype = getattr(torch, config.dtype)
             tokenizer = source / "tokenizer.json" if (source / "tokenizer.json").exists() else None
-            origin = {"step": str(state.step), "dataset": state.dataset}
-            about = weights, model, tokenizer, special["eos_token_id"], dtype, max_shard_size, origin
+            about = weights, model, tokenizer, special["eos_token_id"], dtype, max_shard_size
             huggingface.write_model(directory, *about, **known)
             parameters = sum(value.numel() for value in weights.values())
             about_it = {"config.toml": settings.dumps(state.config)}

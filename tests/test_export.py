@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 import export
@@ -46,14 +45,10 @@ def test_transformers_opens_it_and_a_run_starts_from_it(exported, shared, train)
     assert train.metrics("tuned")[0]["loss"] < shared.metrics("plain")[0]["loss"] - 1
 
 
-def test_the_header_of_the_weights_says_their_step_and_tokens_and_two_exports_have_the_same_bytes(exported, shared, tmp_path):
-    out, _ = exported
-    for shard in out.glob("*.safetensors"):
-        with safe_open(shard, "pt") as file:
-            assert file.metadata() == {"format": "pt", "step": "20", "dataset": shared.state("plain")["dataset"]}
-    for number in range(2):  # Rust's maps have another order in each process
+def test_two_exports_have_the_same_bytes(exported, shared, tmp_path):
+    for number in range(2):
         execute([sys.executable, "export.py", shared.runs / "plain", f"--out={tmp_path}/{number}", "--max_shard_size=20.0KB"])
-        assert content(tmp_path / str(number)) == content(out)
+        assert content(tmp_path / str(number)) == content(exported[0])
 
 
 def test_bad_input_leaves_nothing_behind(shared, tmp_path):

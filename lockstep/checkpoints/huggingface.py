@@ -315,17 +315,13 @@ def write_model(
     eot_token: int | None,
     dtype: torch.dtype = torch.float32,
     max_shard_size: float = math.inf,
-    origin: dict[str, str] | None = None,
     **generation,
 ) -> None:
-    """Write a Hugging Face model to `directory`, in files of up to `max_shard_size` bytes. See `write_description`.
-
-    origin: metadata for the file headers, such as where the weights come from.
-    """
+    """Write a Hugging Face model to `directory`, in files of up to `max_shard_size` bytes. See `write_description`."""
     divided = layout({name: tuple(value.shape) for name, value in state.items()}, config, max_shard_size, dtype.itemsize)
     tensors = to_hf(state, config)
     for file, names in divided.items():
-        tensor_files.write(directory / file, {name: tensors[name] for name in names}, dtype, origin)
+        tensor_files.write(directory / file, {name: tensors[name] for name in names}, dtype)
     tensor_files.write_index(directory, "model", divided)
     write_description(directory, config, tokenizer, eot_token, dtype, **generation)
 

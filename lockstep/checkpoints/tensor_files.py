@@ -57,31 +57,16 @@ def lay_out(stem: str, sizes: dict[str, int], limit: float) -> Layout:
     return {f"{stem}-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def write(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype, about: dict[str, str] | None = None) -> None:
-    """Write `tensors` to a file as `dtype`, with `about` as metadata in its header. Equal input gives equal bytes.
-
-    Raises RunError.
-    """
+def write(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Write `tensors` to a file as `dtype`. Equal input gives equal bytes. Raises RunError."""
     path.touch()
     mode = path.stat().st_mode  # follows the umask; save_file would make the file readable only by its owner
-    metadata = {"format": "pt"} | (about or {}) if path.name.startswith("model") else None  # transformers requires `format`
+    metadata = {"format": "pt"} if path.name.startswith("model") else None  # transformers requires `format`
     try:
         save_file({name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}, path, metadata)
     except SafetensorError as error:  # such as a full disk
         raise RunError(f"{path}: {error}") from None
-    if about:
-        sort_metadata(path)
     path.chmod(mode)
-
-
-def sort_metadata(path: Path) -> None:
-    """Sort the metadata of a safetensors file, because save_file writes it in an order that differs between processes."""
-    with open(path, "r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        file.seek(8)
-        file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
 
 
 def write_index(directory: Path, stem: str, layout: Layout) -> None:
