@@ -33,26 +33,10 @@ class SplitProgress(TypedDict):
     taken: Count  # how many of that unit's tokens are already in shards
 
 
-class Request(TypedDict):
-    """The part of a request that every version of progress.json has."""
-
-    source: list[Source]
-    tokenizer: str
-    shard_tokens: Count
-
-
-class Splits(TypedDict):
-    """The progress of both splits."""
-
-    train: SplitProgress
-    val: SplitProgress
-
-
-class Progress(TypedDict):
-    """The content of progress.json."""
-
-    request: Request
-    splits: Splits
+# The parts of progress.json that every version has.
+Request = TypedDict("Request", {"source": list[Source], "tokenizer": str, "shard_tokens": Count})
+Splits = TypedDict("Splits", {"train": SplitProgress, "val": SplitProgress})
+Progress = TypedDict("Progress", {"request": Request, "splits": Splits})
 
 
 def shard_name(split: str, number: int) -> str:
@@ -77,11 +61,7 @@ def read_progress(directory: Path) -> dict | None:
 
 
 class ShardWriter:
-    """Cuts the tokens of one split into shards. The split ends after `max_tokens`.
-
-    earlier: this split's entry in an earlier run's progress.json. Its `finished` lists the records of the shards, `position` is
-    the unit in which the last shard ends, and `taken` is how many of that unit's tokens are already in shards.
-    """
+    """Cuts the tokens of one split into shards. The split ends after `max_tokens`. earlier: its `SplitProgress` so far."""
 
     def __init__(self, directory: Path, split: str, tokenizer: Tokenizer, shard_tokens: int, max_tokens: int, earlier: dict):
         self.directory, self.split, self.tokenizer, self.max_tokens = directory, split, tokenizer, max_tokens
