@@ -65,8 +65,8 @@ def open_streams() -> None:
 
     Otherwise, Python has no such stream, and the next file that is opened gets its number and receives what libraries print.
 
-    Also open it as stdin under `!` in a notebook, which gives commands a terminal, but nobody can type there. So sample.py does
-    not ask for a prompt, nor wandb for a key.
+    Also open it as stdin under `!` in a notebook, which gives commands a terminal, but nobody can type there. So wandb does not
+    ask for a key.
     """
     if host.in_notebook() and os.isatty(0):
         os.close(0)
