@@ -65,7 +65,7 @@ BURSTS = {"2gbit": "1mb", "500mbit": "256kb"}  # what may pass at once: 4 ms of 
 ALL = "all-reduce 0,reduce-scatter 0,overlap 0.01,overlap 1,overlap 2,overlap 4,overlap 25,one bucket 25"
 ALL += ",ddp 1,ddp 2,ddp 4,ddp 25"
 FEW = "all-reduce 0,one bucket 25,overlap 4,ddp 4"
-SIZES = {"each tensor": 0.01, "1 MB": 1, "2 MB": 2, "4 MB": 4, "25 MB": 25}  # of the buckets in the picture
+SIZES = {"10 KB": 0.01, "1 MB": 1, "2 MB": 2, "4 MB": 4, "25 MB": 25}  # of the buckets in the picture
 # The link's rate, the ranks, what a rank computes, and the ways to send.
 SITUATIONS = [("2gbit", 2, "model", ALL), ("500mbit", 2, "model", ALL), ("2gbit", 2, "sleep", FEW), ("2gbit", 1, "model", FEW)]
 SITUATIONS += [("2gbit", 4, "model", FEW), ("500mbit", 4, "model", FEW), ("loopback", 2, "model", FEW)]
