@@ -237,7 +237,7 @@ class Prefetcher:
         self.wait_seconds = 0.0  # how long the consumer has waited in total
         self._batches = batches
         self._pool = ThreadPoolExecutor(1)
-        self._rest = (self._pool.submit(self._build, *place) for place in schedule)
+        self._rest = ((place[1], self._pool.submit(self._build, *place)) for place in schedule)
         self._pending = deque(itertools.islice(self._rest, depth))
 
     def _build(self, step: int, micro_batch: int):
@@ -250,14 +250,15 @@ class Prefetcher:
         return tokens.pin_memory()
 
     def next(self) -> tuple:
-        """Return the next batch: inputs and targets, each int64 [micro_batch_size, seq_len] on the device."""
+        """Return the number of the next micro-batch, its inputs and its targets, each int64 [micro_batch_size, seq_len]."""
         began = time.perf_counter()
-        batch = self._pending.popleft().result()
+        micro_batch, future = self._pending.popleft()
+        batch = future.result()
         self.wait_seconds += time.perf_counter() - began
         self._pending.extend(itertools.islice(self._rest, 1))
         # Copy asynchronously only from pinned memory: other memory may be freed before the device reads it (pytorch#189690).
         tokens = batch.to(self.device, non_blocking=self.device.type == "cuda")
-        return tokens[:, :-1], tokens[:, 1:]
+        return micro_batch, tokens[:, :-1], tokens[:, 1:]
 
     def close(self) -> None:
         """Stop the thread."""

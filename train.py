@@ -256,17 +256,18 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
     # Each rank fills in the losses of the micro-batches it computes, so the sum over the ranks holds all of them. Their mean is
     # then computed in the same order on any number of ranks.
     losses = run.world.zeros(config.micro_batches)
-    mine = run.world.share(config.micro_batches)  # this rank's indices in the global batch, such as range(4, 8)
-    for micro_step, micro_batch in enumerate(mine):
+    micro_steps = len(run.world.share(config.micro_batches))  # this rank's micro-batches
+    for micro_step in range(micro_steps):
         # DDP reads this flag in the forward pass. Only the update's last backward averages gradients over the ranks.
-        model.require_backward_grad_sync = micro_step == len(mine) - 1
-        inputs, targets = prefetcher.next()  # [micro_batch_size, seq_len] each
+        model.require_backward_grad_sync = micro_step == micro_steps - 1
+        micro_batch, inputs, targets = prefetcher.next()  # its number in the global batch; [micro_batch_size, seq_len] each
         if config.model.dropout:
             torch.manual_seed(data.dropout_seed(config.run.seed, state.step, micro_batch))
         with engine.autocast():
             loss = model(inputs, targets)
         # Backward adds gradients up, so we divide each loss to get their mean over this rank's micro-batches. The last backward
-        # then averages these means over the ranks; lockstep/parallel/from_scratch.py shows how.
+        # then averages these means over the ranks; lockstep/parallel/from_scratch.py shows how. (`exact` divides by 1 here, and
+        # the sum at the end.)
         engine.scaler.scale(loss / engine.accumulation_steps).backward()
         losses[micro_batch] = loss.detach()
     # Start copying the losses to the host now: `clip` waits for the GPU anyway, so `.tolist()` below won't wait again.
@@ -277,12 +278,7 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
     engine.scaler.update()
     engine.zero_grad()
     loss = math.fsum(losses.tolist()) / len(losses)  # fsum rounds once, whatever the order
-    state.skipped += not math.isfinite(grad_norm)
-    state.unsound = not (math.isfinite(grad_norm) and checkpoint.is_sound(loss, config.model.vocab_size))
-    state.step += 1
-    state.tokens += config.train.tokens_per_update
-    if math.isfinite(loss):
-        state.unlogged_losses = (state.unlogged_losses[0] + loss, state.unlogged_losses[1] + 1)
+    state.updated(loss, grad_norm, config)
     return loss, grad_norm
 
 

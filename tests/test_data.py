@@ -250,9 +250,9 @@ def test_prefetcher_hands_out_the_same_batches_in_order_and_passes_errors_on():
     schedule = [(step, micro) for step in range(5) for micro in range(3)]
     prefetcher = data.Prefetcher(batches, schedule, torch.device("cpu"))
     for step, micro in schedule:
-        inputs, targets = prefetcher.next()
+        number, inputs, targets = prefetcher.next()
         tokens = torch.from_numpy(batches.batch(step, micro))
-        assert torch.equal(inputs, tokens[:, :-1]) and torch.equal(targets, tokens[:, 1:])
+        assert number == micro and torch.equal(inputs, tokens[:, :-1]) and torch.equal(targets, tokens[:, 1:])
     prefetcher.close()
     broken = data.Prefetcher(
         replace(batches, streams=[replace(batches.streams[0], vocab_size=3)]), schedule, torch.device("cpu")

@@ -82,6 +82,15 @@ class TrainState:
         """The lowest validation loss so far."""
         return self.best[0][0] if self.best else None
 
+    def updated(self, loss: float, grad_norm: float, config: Config) -> None:
+        """Count an update. Its gradient was applied if `grad_norm` is finite."""
+        self.skipped += not math.isfinite(grad_norm)
+        self.unsound = not (math.isfinite(grad_norm) and is_sound(loss, config.model.vocab_size))
+        self.step += 1
+        self.tokens += config.train.tokens_per_update
+        if math.isfinite(loss):
+            self.unlogged_losses = (self.unlogged_losses[0] + loss, self.unlogged_losses[1] + 1)
+
     def begin(self, config: Config, dataset: str, world: World, continues: bool) -> None:
         """Record that the run continues from this step with the resolved `config`."""
         if not continues:
