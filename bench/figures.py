@@ -84,6 +84,9 @@ SECTIONS = {
     "Memory and loss": [
         ("fake_gpu", "memory of a rank on a GPU, predicted and counted with fake CUDA tensors (eager, 1 to 512 ranks)",
          "fake_gpu.py", lambda r: f"off by at most {r['largest_error']:.1%} in {len(r['settings'])} settings"),
+        ("pretrained", "loss of a small Llama and GPT-2 that continue on another text, with our flags and by transformers",
+         "pretrained.py --text=PATH",
+         lambda r: f"[export.md](export.md#continue-pretraining-a-hugging-face-model), {len(r['rows'])} rows"),
     ],
 }  # fmt: skip
 

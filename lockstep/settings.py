@@ -128,6 +128,7 @@ class NumericsConfig:
 
 # Bytes of state per parameter: in the blocks' matrices, and elsewhere. AdamW keeps two float32 averages, Muon one.
 OPTIMIZERS = {"adamw": (8.0, 8.0), "muon": (4.0, 8.0)}
+CONTINUING_LR = 1e-4  # with AdamW, a learning rate at which a trained model forgets little (docs/export.md)
 
 
 @dataclass(frozen=True)

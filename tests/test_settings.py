@@ -442,3 +442,18 @@ def test_exact_on_more_ranks_than_micro_batches_suggests_smaller_ones():
     config = settings.replace(settings.Config(), strategy="exact", tokens_per_update=524288, seq_len=1024, micro_batch_size=64)
     with pytest.raises(UserError, match="64 x 16 ranks; try 1048576; or --micro_batch_size=32"):
         rules.check(config, 16)
+
+
+def test_a_learning_rate_for_training_from_scratch_is_named_when_a_model_continues(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text('init_from = "models/start"\nlr = 1e-3\ntokens = "tokens/new"')
+    start, preset = "--init_from=models/start", str(ROOT / "config/gpt2_124m.toml")
+    cases = ([start], "0.007", "; --optimizer=adamw --lr=0.0001"), ([preset, start], "0.0006", "; --lr=0.0001")
+    for words, rate, way_out in cases:
+        load(*words)
+        said = capsys.readouterr().out
+        assert f" trains from scratch at --lr={rate}, at which models/start may forget" in said and said.count("\n") == 1
+        assert said.startswith("warning: ") and said.endswith(f"{way_out} is gentler (docs/export.md)\n")
+    for words in ([], [start, "--lr=7e-3"], ["mine.toml"], [preset, start, "--lr=1e-5"]):
+        load(*words)
+        assert "from scratch" not in capsys.readouterr().out

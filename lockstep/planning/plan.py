@@ -47,8 +47,9 @@ def read_command(args: list[str], description: str) -> tuple[Config, PlanConfig]
     """Read and check a train.py command line: the run's settings, and the plan flags. Raises UserError."""
     config, options = load_command(args, description)
     rank, world_size = read_ranks()[:2]
-    if rank == 0 and (note := not_taken(args, config)):
-        say(note)
+    for note in (not_taken(args, config), borrowed_rate(args, config)):
+        if rank == 0 and note:
+            say(note)
     given = settings.given(settings.divide(args)[1])
     unplanned = [f"--{name} needs --plan" for name in vars(options) if name in given and not options.plan and name != "plan"]
     try:
@@ -80,6 +81,20 @@ def not_taken(args: list[str], config: Config) -> str:
     other = [name for name in sorted(names) if values[name] != now[name]]
     kept = f"note: {config.run.name} keeps its own {files.shortened(other)}, whatever {os.path.relpath(preset)} has"
     return f"{kept}; flags or its config.toml change them" if other else ""
+
+
+def borrowed_rate(args: list[str], config: Config) -> str:
+    """Return a warning if --init_from would train at the learning rate of a preset that starts from scratch; else empty."""
+    preset, flags = settings.divide(args)
+    chosen = "lr" in settings.given(flags) or config.optim.lr <= settings.CONTINUING_LR
+    if config.model.init_from == "scratch" or chosen or settings.of_run(config):
+        return ""
+    if settings.read_preset(preset).model.init_from != "scratch":  # the preset continues a model, too
+        return ""
+    optimizer = "" if config.optim.optimizer == "adamw" else "--optimizer=adamw "
+    rate = f"{os.path.relpath(preset)} trains from scratch at --lr={config.optim.lr:g}"
+    forgets = f"at which {config.model.init_from} may forget what it has learned"
+    return f"warning: {rate}, {forgets}; {optimizer}--lr={settings.CONTINUING_LR:g} is gentler (docs/export.md)"
 
 
 def resolve(config: Config, options: PlanConfig) -> tuple[Config, str]:
