@@ -512,3 +512,18 @@ def test_tensorboard_shows_no_step_of_a_killed_and_resumed_run_twice(train):
     for name in tags:
         steps = [event.step for event in board.Scalars(name)]
         assert steps == sorted(set(steps))
+
+
+def test_a_loss_that_leaves_its_history_is_told_once_and_at_the_end(train, shared):
+    rose = r"^warning: step \d+: the loss rose from [\d.]+ to [\d.]+; if it stays high"
+    wild = dict(optimizer="adamw", lr=3.0, grad_clip=0, eval_every=0)
+    said = train("wild", **wild).stdout
+    assert len(re.findall(rose, said, re.M)) == 1 and "are far above the lowest, " in said.splitlines()[-2]
+    assert "the loss rose" not in shared.log("plain") and "far above" not in shared.log("plain")
+    train("calm", steps=5, eval_every=2, optimizer="adamw")
+    lowest = train.metrics("calm", "val_loss")[-1]["val_loss"]
+    spoilt = "from lockstep.parallel import wrap\nload = wrap.load_weights\n"
+    spoilt += "wrap.load_weights = lambda module, weights, device: (\n"
+    spoilt += "    load(module, weights, device), [parameter.data.mul_(30) for parameter in module.parameters()])\n"
+    said = train.changed(spoilt, "calm", steps=6, optimizer="adamw", lr=1e-9, warmup_steps=0).stdout
+    assert re.search(r"the loss rose from ([\d.]+) to", said)[1] == f"{lowest:.4g}"  # of the start before

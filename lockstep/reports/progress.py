@@ -3,7 +3,9 @@
 import math
 import shlex
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 
 import torch
 
@@ -33,6 +35,7 @@ class Progress:
         # Totals since the last report, excluding the first update, which allocates memory, warms caches and may compile.
         self.updates, self.seconds, self.waited = -1, 0.0, 0.0
         self.skipped_in_a_row = 0
+        self.losses, self.lowest, self.is_high = deque(maxlen=10), math.inf, False
         self.drawn_at, self.draw_seconds = time.monotonic(), 0.0
 
     def updated(self, state, loss: float, grad_norm: float, lr: float, seconds: float, waited: float) -> None:
@@ -49,8 +52,19 @@ class Progress:
             found = f"skipped {self.skipped_in_a_row} updates in a row with non-finite gradients"
             way_out = "lower --lr, or try --dtype=float32; if the newest checkpoint fails, too, start from an earlier one with"
             raise RunError(f"{found}; {way_out} --name=NEW --resume=PATH; checkpoints are in {self.log.directory}/checkpoints")
+        self.watch(state, loss)
         if due(self.log_every, state.step) or state.step in (1, self.train.steps):
             self.report(state, loss, grad_norm, lr)
+
+    def watch(self, state, loss: float) -> None:
+        """Warn when losses rise far above the run's lowest, because the exit status will not show this."""
+        self.losses.append(loss if math.isfinite(loss) else math.inf)
+        recent, was_high = median(self.losses), self.is_high  # the median ignores a single spike
+        self.lowest = min(self.lowest, recent, state.best_val_loss or math.inf)
+        self.is_high = recent > max(2 * self.lowest, self.lowest + 1)
+        if self.is_high and not was_high:
+            remedy = "if it stays high, start a new run from an earlier checkpoint (--resume=PATH) with a lower --lr"
+            self.log.warn(f"step {state.step}: the loss rose from {self.lowest:.4g} to {recent:.4g}; {remedy}")
 
     def report(self, state, loss: float, grad_norm: float, lr: float) -> None:
         """Log the last update, and the speed since the last report."""
@@ -124,6 +138,8 @@ class Progress:
             self.log.say(f"{run} is complete at step {state.step}{longer}")
         else:
             self.log.say(f"done: {plural(state.step, 'step')}, {state.tokens:,} tokens{best}; {run}")
+        if self.is_high:
+            self.log.warn(f"the last losses, around {median(self.losses):.4g}, are far above the lowest, {self.lowest:.4g}")
         readable = load_if_readable(dataset.tokenizer)
         command = shlex.join(["python", "sample.py" if readable else "evaluate.py", str(run)])
         if readable and dataset.eot_token is None:  # the model cannot start a document
