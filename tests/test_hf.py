@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import tokenizers
@@ -13,7 +14,7 @@ from conftest import randomized
 from lockstep.architectures import ARCHITECTURES
 from lockstep.checkpoints import huggingface
 from lockstep.checkpoints.checkpoint import write_manifest
-from lockstep.checkpoints.lookup import find_model
+from lockstep.checkpoints.lookup import find, find_model
 from lockstep.common import cli
 from lockstep.common.errors import UserError
 from lockstep.dataset import tokenizer
@@ -254,6 +255,13 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
         find_model(str(tmp_path))
     with pytest.raises(UserError, match="absent is neither a run nor a model directory"):
         find_model(str(tmp_path / "absent"))
+    (tmp_path / "its out").mkdir()
+    (tmp_path / "its out" / "ckpt.pt").touch()
+    hint = f"python extras/convert_nanogpt.py '{tmp_path}/its out/ckpt.pt' --out=models/NAME, then --init_from=models/NAME"
+    for look in (find, find_model):  # --resume, --init_from
+        for path in ("its out", "its out/", "its out/ckpt.pt"):
+            with pytest.raises(UserError, match=re.escape(hint)):
+                look(f"{tmp_path}/{path}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="is not a local directory and could not be fetched from the Hub"):
         find_model("nobody/no-such-model-of-ours")

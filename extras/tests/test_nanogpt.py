@@ -194,6 +194,7 @@ def test_a_character_model_trains_samples_and_converts(characters, train, tmp_pa
     assert sampled.startswith("To be") and "endoftext" not in sampled
     args = ARGS | {"vocab_size": len(stoi)}
     torch.save({"model": parameters(args), "model_args": args}, tmp_path / "ckpt.pt")
+    assert "extras/convert_nanogpt.py" in train("lost", init_from=tmp_path / "ckpt.pt", status=2).stderr
     assert "--tokenizer" in convert(tmp_path / "ckpt.pt", f"--out={tmp_path}/model", status=2).stderr
     convert(tmp_path / "ckpt.pt", f"--out={tmp_path}/model", f"--tokenizer={folder}/tokenizer.json")
     flags = dict(tokens=folder, vocab_size=len(stoi), seq_len=8, init_from=tmp_path / "model", steps=1, optimizer="adamw")

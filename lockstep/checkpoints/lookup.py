@@ -1,6 +1,7 @@
 """Which checkpoint or model a command reads: of a run, a directory or the Hugging Face Hub."""
 
 import contextlib
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ def find(name: str) -> tuple[Path, list[str]]:
         if (path / "metrics.jsonl").exists() and not damaged:
             first = "the first one is saved after --save_every or --save_minutes, or when the run stops"
             raise UserError(f"{path} has no checkpoint yet; {first}")
-        problem = f"is neither a run with an intact checkpoint nor a checkpoint{cli.similar_runs(name)}"
+        problem = f"is neither a run with an intact checkpoint nor a checkpoint{nanogpt_hint(path)}{cli.similar_runs(name)}"
         refuse([f"{path} {problem}", *damaged])
     return found, [f"warning: {line}" for line in damaged]
 
@@ -58,7 +59,7 @@ def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json"
     if (path / "config.json").exists():
         return path, []
     if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
-        problem = "is neither a run nor a model directory with a config.json"
+        problem = f"is neither a run nor a model directory with a config.json{nanogpt_hint(path)}"
         raise UserError(f"{name} {problem}{cli.similar_runs(name)}")
     try:
         from huggingface_hub import snapshot_download  # reads HF_ENDPOINT, which may be invalid
@@ -68,6 +69,15 @@ def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         problem = f"is not a local directory and could not be fetched from the Hub: {reason}"
         raise UserError(f"{name} {problem}{cli.similar_runs(name)}") from None
+
+
+def nanogpt_hint(path: Path) -> str:
+    """Say how to convert a nanoGPT checkpoint, if `path` is one or a folder that holds one; else empty."""
+    found = [path] if path.suffix in (".pt", ".pth") else sorted(path.glob("*.pt"))
+    if not found:
+        return ""
+    command = shlex.join(["python", "extras/convert_nanogpt.py", str(found[-1]), "--out=models/NAME"])
+    return f"; to convert nanoGPT's, use {command}, then --init_from=models/NAME"
 
 
 def load_model(
