@@ -24,9 +24,17 @@ def test_the_learning_rate_is_the_schedules(schedule, rates):
     assert [optim.learning_rate(step, 10, config) for step in (0, 1, 2, 6, 9)] == pytest.approx(rates)
 
 
-def test_a_rate_that_jumps_is_told_in_one_line():
-    def schedule(name, **more):
-        return settings.resolve_schedule(settings.OptimConfig(lr=1.0, warmup_steps=2, schedule=name, **more), 100)
+def test_a_warmup_without_room_and_a_rate_that_jumps_are_told_in_one_line():
+    def schedule(name, warmup=2, **more):
+        return settings.resolve_schedule(settings.OptimConfig(lr=1.0, warmup_steps=warmup, schedule=name, **more), 100)
+
+    for name in ("cosine", "wsd", "constant"):
+        assert optim.warn_of_warmup(100, schedule(name, 80 if name == "wsd" else 99)) == []
+        (said,) = optim.warn_of_warmup(100, schedule(name, 1000))
+        assert said == "warning: --warmup_steps=1000 takes up all of the 100 steps; the learning rate ends at 0.1"
+    (said,) = optim.warn_of_warmup(10, schedule("wsd", 9, cooldown_fraction=0.5))
+    told = "warning: --warmup_steps=9 ends after the decay begins, at step 6; the learning rate falls from 1 to 0.2 at once"
+    assert said == told
 
     def told_of_jump(done, before, now, old="cosine", new="cosine", **more):
         return optim.warn_of_jump(done, (before, schedule(old)), (now, schedule(new, **more)))

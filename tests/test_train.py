@@ -434,8 +434,9 @@ def test_a_run_killed_before_its_first_checkpoint_keeps_what_it_chose(train):
     assert settings.read_preset(train.runs / "other/config.toml").train.micro_batch_size > 3
 
 
-def test_a_schedule_that_jumps_is_told_in_one_line(train):
+def test_a_schedule_that_cannot_work_as_meant_is_told_in_one_line(train):
     flags = dict(eval_every=0, save_every=0, schedule="cosine")
+    assert "warning: --warmup_steps=9 takes up all of the 4 steps" in train("warm", steps=4, warmup_steps=9, **flags).stdout
     assert "warning" not in train("run", steps=6, **flags).stdout
     jump = r"warning: the learning rate jumps from \S+ to \S+ at step 7: the steps so far followed the schedule of a run of 6 "
     assert re.search(jump, train("run", steps=12, **flags).stdout)

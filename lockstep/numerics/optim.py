@@ -310,10 +310,26 @@ def learning_rate(step: int, steps: int, config: OptimConfig, cosine=math.cos) -
             angle = torch.tensor(math.pi * progress, dtype=torch.float64)
             return floor + (config.lr - floor) * 0.5 * (1 + float(cosine(angle)))
         case "wsd":
-            decay = config.decay_steps or max(1, round(config.cooldown_fraction * steps))
-            return floor + (config.lr - floor) * min(1.0, (steps - step) / decay)
+            return floor + (config.lr - floor) * min(1.0, (steps - step) / cooldown(steps, config))
         case _:
             assert_never(config.schedule)
+
+
+def cooldown(steps: int, config: OptimConfig) -> int:
+    """Return over how many of a run's last steps wsd decays."""
+    return config.decay_steps or max(1, round(config.cooldown_fraction * steps))
+
+
+def warn_of_warmup(steps: int, config: OptimConfig) -> list[str]:
+    """Return a warning if the warmup leaves no room for the rest of the schedule. config: resolved."""
+    warmup, last = config.warmup_steps, steps - cooldown(steps, config)  # the last step before the decay
+    if warmup >= steps:
+        end = learning_rate(steps - 1, steps, config)
+        return [f"warning: --warmup_steps={warmup} takes up all of the {steps} steps; the learning rate ends at {end:.2g}"]
+    if config.schedule == "wsd" and warmup > last:
+        drop = f"falls from {config.lr:.2g} to {learning_rate(warmup, steps, config):.2g} at once"
+        return [f"warning: --warmup_steps={warmup} ends after the decay begins, at step {last + 1}; the learning rate {drop}"]
+    return []
 
 
 def warn_of_jump(done: int, before: tuple[int, OptimConfig], now: tuple[int, OptimConfig]) -> list[str]:

@@ -20,6 +20,7 @@ from lockstep.common.errors import PIP, RunError, UserError, plural
 from lockstep.dataset.mixture import Mixture
 from lockstep.hardware import device, footprint, host
 from lockstep.numerics.attention import attention_kernel
+from lockstep.numerics.optim import warn_of_warmup
 from lockstep.parallel.world import World
 from lockstep.planning import choices, rules
 from lockstep.planning.choices import Machines
@@ -144,7 +145,7 @@ def check(config: Config, world: World) -> list[str]:
     if config.log.tensorboard and find_spec("tensorboard") is None:
         raise UserError(f"--tensorboard=true needs tensorboard, which is not installed; try: {PIP} tensorboard")
     train, optim = config.train, config.optim
-    warnings = check_disk(config)
+    warnings = [*check_disk(config), *warn_of_warmup(train.steps, optim)]
     chosen = (train.dtype, optim.muon_dtype if optim.optimizer == "muon" else "")  # chosen by the user, or at the first start
     if "bfloat16" in chosen and world.device.type == "cpu" and not device.fast_at_bfloat16(world.device):
         muon = ' with muon_dtype = "float32" in a preset' if optim.optimizer == "muon" else ""
