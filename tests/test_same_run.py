@@ -194,6 +194,14 @@ def test_time_saves_too_on_all_ranks_at_the_same_step_and_changes_no_bit(train):
     train.assert_same("timed", "plain")
 
 
+def test_a_start_that_lost_everything_is_told_before_it_is_repeated(train):
+    train.changed(before_update(3, "os.kill(os.getpid(), 9)"), "lost", status=-signal.SIGKILL, save_every=0)
+    done = train("lost", save_every=8, steps=9)
+    assert re.search(r"reached step \d+, but ended before its first checkpoint, so the run begins again", done.stdout)
+    assert "the first checkpoint will be at step 8 or after 10 minutes (--save_every, --save_minutes)" in done.stdout
+    assert "begins again" not in train("lost", save_every=8, steps=10).stdout
+
+
 def test_a_second_sigint_ends_at_once(train):
     train.changed(before_update(0, "os.kill(os.getpid(), 2), os.kill(os.getpid(), 2)"), "impatient", status=-signal.SIGINT)
 

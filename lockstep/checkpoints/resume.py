@@ -18,6 +18,7 @@ from lockstep.common.steps import mixtures_seen, step_of_phase
 from lockstep.dataset.mixture import Mixture
 from lockstep.numerics.optim import learning_rate, warn_of_jump
 from lockstep.parallel.world import World
+from lockstep.reports.log import read_records
 from lockstep.settings import Config, ModelConfig, OptimConfig
 
 # Settings that a run can never change, because they determine what the weights mean and which tokens a step sees. A new run
@@ -104,6 +105,22 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         unchecked = check_vocabulary(path, dataset)
         return Start(TrainState(), pretrained=path, notes=[*notes, shape, *unchecked])
     return Start(TrainState())
+
+
+def describe_loss(run: Path, done: int, config: Config) -> list[str]:
+    """Say if an earlier start of this run ended without a checkpoint, and when the first one will be.
+
+    done: steps before this start.
+    """
+    path, options, steps = run / "metrics.jsonl", config.checkpoint, config.train.steps
+    records = read_records(path) if path.exists() else []
+    reached = max((record["step"] for _, record in records if record), default=0)
+    if reached <= done:
+        return []
+    first = min(steps, (done // options.save_every + 1) * options.save_every) if options.save_every else steps
+    when = f"at step {first}" + (f" or after {options.save_minutes:g} minutes" if options.save_minutes else "")
+    ended = f"an earlier start of {run} reached step {reached}, but ended before its first checkpoint"
+    return [f"{ended}, so the run begins again; the first checkpoint will be {when} (--save_every, --save_minutes)"]
 
 
 def check_vocabulary(directory: Path, dataset: Mixture) -> list[str]:

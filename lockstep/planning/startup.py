@@ -60,8 +60,10 @@ def prepare(asked: Config, model: type[nn.Module], dataset: Mixture, world: Worl
     if huggingface.arithmetic_differs(config.model, model):
         config = settings.replace(config, own_code=True)
     versions = checkpoint.versions(config, world.device)
-    notes = [*start.notes, *kept]
-    notes += [*resume.check_changes(start, config, dataset.identity, versions), *compare(config, world, versions)]
+    notes = list(start.notes)
+    if world.is_master and not start.continues:
+        notes += resume.describe_loss(log.directory, state.step, config)
+    notes += [*kept, *resume.check_changes(start, config, dataset.identity, versions), *compare(config, world, versions)]
     if state.step < config.train.steps:
         notes += check(config, world)
     return Setup(asked, config, start, mirror, notes)
