@@ -51,6 +51,7 @@ from collections import ChainMap
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median
 
 import torch
 
@@ -69,6 +70,7 @@ from lockstep.hardware.host import read_ranks
 from lockstep.parallel.world import World, connect
 from lockstep.reports.log import read_records
 
+OUTLIER = 8  # a loss this many median deviations above the median stands out
 WIDTH = 107  # characters of text to show per sequence
 CHANGED = "settings, versions, the hardware or the number of ranks changed"
 
@@ -126,10 +128,12 @@ def look_back(past: Past, step: int, count: int) -> int:
     run = open_before(past, step)
     say(f"replaying steps {run.state.step + 1} to {step}")
     found = replay(run, step - 1)
-    sequences = show_sequences(run, sequence_losses(run, run.state.step))
+    first, losses = run.state.step, sequence_losses(run, run.state.step)
+    sequences = show_sequences(run, losses)
     found |= replay(run, step)
+    after = sequence_losses(run, first)
     same, said = compare(found, records)
-    say(said)
+    say(f"{said}; {verdict(losses, after)}" if same else said)
     loss, grad_norm = found[step]
     compared = "" if step in records else "  (not logged, so not compared; see --log_every)"
     say(f"\nstep {step}  loss {loss:.4f}  gradient norm {grad_norm:.3f}{compared}\n\nsequences, worst loss first")
@@ -160,6 +164,19 @@ def compare(found: dict[int, tuple], records: dict[int, tuple]) -> tuple[bool, s
     if not logged:
         return True, "no step was logged (see --log_every)"
     return True, f"{plural(len(logged), 'recorded step')}: loss and gradient norm match the records bit for bit"
+
+
+def verdict(losses: list[float], after: list[float]) -> str:
+    """Say whether to look at the data or at the optimizer, from the sequences' losses before and after the step."""
+    losses = list(map(badness, losses))
+    worst, typical = max(losses), median(losses)
+    spread = median(abs(loss - typical) for loss in losses)
+    before_after = f"the step took their mean loss from {fmean(losses):.4f} to {fmean(after):.4f}"
+    # Ordinary text differs less. Early in a run all losses are alike, so a small lead counts for nothing.
+    if worst > max(typical + OUTLIER * spread, 1.25 * typical):
+        return f"look at the data: the worst sequence has loss {worst:.4f}, the median {typical:.4f}; {before_after}"
+    near = f"no sequence stands out (worst {worst:.4f}, median {typical:.4f})"
+    return f"{near}, so look at the optimizer (--lr, --grad_clip): {before_after}"
 
 
 def badness(loss: float) -> float:

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import weakref
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,7 @@ def test_a_run_of_a_gpu_is_replayed_on_the_cpu_of_a_machine_without_one(monkeypa
 def test_a_step_is_recomputed_bit_for_bit_and_nothing_is_written(kept):
     before = content(kept)
     out = replay(kept, "--step=13")
-    assert "replaying steps 11 to 13" in out and "bit for bit" in out
+    assert "replaying steps 11 to 13" in out and "bit for bit; no sequence stands out" in out
     shown = r"^ +([\d.]+)  sequence \d+: .*/train_00000\d.bin from token"
     losses = [float(x) for x in re.findall(shown, out, re.M)]
     assert len(losses) == 8 and losses == sorted(losses, reverse=True) and "... 16 more: --sequences=0" in out
@@ -73,7 +74,8 @@ def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
     flags = dict(FLAGS, tokens=tmp_path, vocab_size=64, order="sequential", steps=40, save_every=20)
     train("spike", **flags)
     out = replay(train.runs / "spike", "--step=37")
-    assert "bit for bit" in out and out.endswith("to leave out this batch: --skip_steps=37\n")
+    assert "bit for bit; look at the data" in out and out.endswith("to leave out this batch: --skip_steps=37\n")
+    assert "stands out" not in out
     worst = re.findall(rf"sequence (\d+): {tmp_path}/train.bin from token ([\d,]+)", out)[:4]
     assert sorted(worst) == [(str(5 + i), f"{noise + 16 * i:,}") for i in range(4)], out
 
@@ -95,6 +97,26 @@ def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
     out = replay(train.runs / "without", "--step=38")
     assert "bit for bit" in out and out.endswith("to leave out this batch: --skip_steps=37,39\n")
     assert "bit for bit" in replay(train.runs / "without", "--step=15")
+
+
+def test_a_step_that_the_optimizer_spoiled_is_not_blamed_on_the_data(train):
+    train("wild", steps=10, optimizer="adamw", lr=30, warmup_steps=0, schedule="constant", grad_clip=0, **FLAGS)
+    records = train.metrics("wild", "loss")
+    step = next(record["step"] for record, after in pairwise(records) if after["loss"] > 2 * record["loss"])
+    out = replay(train.runs / "wild", f"--step={step}")
+    found = re.search(r"bit for bit; no sequence stands out \(worst ([\d.]+), median ([\d.]+)\), so look at the optimizer", out)
+    assert found and "look at the data" not in out and float(found[1]) < 1.5 * float(found[2])
+    before, after = map(float, re.search(r"the step took their mean loss from ([\d.]+) to ([\d.]+)$", out, re.M).groups())
+    assert before == pytest.approx(records[step - 1]["loss"], rel=1e-3) and after > 2 * before
+
+
+def test_the_verdict_is_for_the_data_only_where_a_sequence_stands_out():
+    ordinary = [3.0, 3.2, 2.7, 3.9, 3.4, 2.4, 3.1, 2.9]
+    nan = float("nan")
+    for losses in (ordinary, [8.31, 8.32, 8.30, 8.31, 8.40], [2.0], [nan] * 4, [9.0, 9.5]):
+        assert "no sequence stands out" in replay_py.verdict(losses, losses)
+    for losses in ([*ordinary, 9.0], [0.2, 0.21, 0.19, 4.0, 5.0, 0.2, 0.2], [*ordinary, nan], [2.0, 2.0, 2.0, 3.0]):
+        assert replay_py.verdict(losses, losses).startswith("look at the data")
 
 
 def test_skipped_batches_are_left_out_and_nothing_else():
@@ -179,7 +201,7 @@ def test_three_ranks_under_exact_are_replayed_by_one_process_and_others_by_their
     assert "follows from" in replay(train.runs / "exact", "--verify")
     train("three", ranks=3, **FLAGS)
     assert "--nproc_per_node=3 replay.py" in replay(train.runs / "three", "--step=14", status=2)
-    assert "bit for bit" in replay(train.runs / "three", "--step=14", ranks=3)
+    assert "bit for bit; no sequence stands out" in replay(train.runs / "three", "--step=14", ranks=3)
 
 
 def test_a_run_that_began_from_another_is_replayed_and_repeated_from_that_very_checkpoint(train):
