@@ -156,12 +156,27 @@ Last error:
 Exception raised from checkForNCCLErrors"""
 
 
-def test_the_reason_is_the_last_error_of_nccl(monkeypatch):
+@pytest.mark.parametrize(
+    "last, expected",
+    [
+        (
+            "Error while creating shared memory segment /dev/shm/nccl-NzwJ7O (size 9637888), error: No space left on device",
+            "rank 0: NCCL has too little shared memory: {}; start the container with --ipc=host or --shm-size=1g",
+        ),
+        ("Cuda failure 2 'out of memory'", "rank 0: NCCL has too little GPU memory: {}; lower --micro_batch_size"),
+        ("Failed to CUDA calloc 6291456 bytes", "rank 0: NCCL has too little GPU memory: {}; lower --micro_batch_size"),
+        (
+            "socketProgress: Connection closed by remote peer node1<51159>",
+            "rank 0 lost the other ranks: {}; run the same command again on all nodes",
+        ),
+    ],
+)
+def test_the_last_error_of_nccl_says_whether_ranks_or_memory_are_missing(monkeypatch, last, expected):
     monkeypatch.setattr(world, "Watch", lambda *_: contextlib.nullcontext())
-    ours, last = world.World(0, 2, 2, torch.device("cpu")), "socketProgress: Connection closed by remote peer node1<51159>"
+    ours = world.World(0, 2, 2, torch.device("cpu"))
     with pytest.raises(RunError) as found, ours.reporting_lost_ranks():
         raise dist.DistBackendError(NCCL.format(last))
-    assert str(found.value) == f"rank 0 lost the other ranks: {last}; run the same command again on all nodes"
+    assert str(found.value) == expected.format(last)
 
 
 def test_garbage_is_collected_at_the_same_steps_on_all_ranks(train):
@@ -182,9 +197,12 @@ def test_ranks_that_are_done_do_not_wait_for_a_master_that_died(train):
     train.changed(dies, "dies", 3, steps=1, eval_every=0, status=1)  # within PATIENCE, which is less than timeout_minutes
 
 
-def test_a_port_that_is_taken_ends_rank_0_with_one_line(train):
+@pytest.mark.parametrize("variables, status, said", [
+    ({}, 1, "rank 0 cannot listen on port {port}: address already in use; end the process that uses it, or choose"),
+    (dict(GLOO_SOCKET_IFNAME="lo,nope0"), 2, "GLOO_SOCKET_IFNAME=lo,nope0: this machine has only the network interfaces lo"),
+])  # fmt: skip
+def test_a_rank_that_cannot_be_reached_says_why(train, variables, status, said):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        env = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        errors = train("alone", env=env, status=1).stderr
-    assert f"error: rank 0 did not reach all ranks at 127.0.0.1:{port} " in errors and "failed to listen" in errors
+        port = taken.getsockname()[1]
+        env = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **variables)
+        assert f"error: {said.format(port=port)}" in train("alone", env=env, status=status).stderr

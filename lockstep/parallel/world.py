@@ -102,7 +102,8 @@ class World:
             except RuntimeError as error:
                 if self.size == 1 or not is_communication(error):
                     raise
-                raise RunError(f"rank {self.rank} lost the other ranks: {reason(error)}; {SAME_COMMAND}") from None
+                lost = f"rank {self.rank} lost the other ranks: {reason(error)}; {SAME_COMMAND}"
+                raise RunError(lack(self.rank, error) or lost) from None
 
 
 class Watch(threading.Thread):
@@ -173,6 +174,16 @@ def reason(error: Exception) -> str:
     return re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
 
 
+def lack(rank: int, error: Exception) -> str:
+    """Return a message if NCCL failed for lack of memory on this machine, not because of another rank; else an empty string."""
+    cause = reason(error)
+    if "/dev/shm" in cause or "shared memory" in cause:
+        return f"rank {rank}: NCCL has too little shared memory: {cause}; start the container with --ipc=host or --shm-size=1g"
+    if "out of memory" in cause or "CUDA calloc" in cause:
+        return f"rank {rank}: NCCL has too little GPU memory: {cause}; lower --micro_batch_size"
+    return ""
+
+
 def connect(world: World) -> None:
     """Meet the other ranks: NCCL between GPUs, gloo between CPUs. Raises UserError or RunError.
 
@@ -183,9 +194,18 @@ def connect(world: World) -> None:
         raise UserError("--device=mps: ranks cannot exchange tensors of Metal devices; start one process, or use --device=cpu")
     if not host or not (port.isdecimal() and 0 < int(port) < 1 << 16):
         raise UserError("MASTER_ADDR and MASTER_PORT must be the host and port of rank 0; torchrun sets them")
+    given, known = os.environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    if not {*given.split(",")} <= {"", *known}:
+        raise UserError(f"GLOO_SOCKET_IFNAME={given}: this machine has only the network interfaces {', '.join(known)}")
     try:  # `within`, because torch's own timeouts add up, and NCCL's initialization has none
         within(1.1 * world.timeout.total_seconds(), lambda: rendezvous(world, (host, int(port))))
     except (RuntimeError, TimeoutError) as error:
+        if problem := lack(world.rank, error):
+            raise RunError(problem) from None
+        if "failed to listen" in str(error):
+            why = str(error).rpartition("message: ")[2].rstrip(")")
+            way_out = "end the process that uses it, or choose another MASTER_PORT (torchrun --master-port) on all nodes"
+            raise RunError(f"rank 0 cannot listen on port {port}: {why}; {way_out}") from None
         found = f"within {world.timeout} (timeout_minutes): {reason(error) or 'no answer'}"
         if world.size > world.local_size and "missing" not in found:
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
