@@ -129,3 +129,4 @@ def test_a_decay_from_a_stable_checkpoint_has_the_bits_of_the_straight_run(train
     assert re.match(r"error: --decay_steps=3: at \S+15, the learning rate is 0.005, already below its peak of 0.01; use", falls)
     new = execute([sys.executable, "train.py", trunk / "config.toml", "--name=new", "--decay_steps=3"], status=2).stderr
     assert "error: --decay_steps=3 finishes a run from one of its checkpoints, so it needs --resume=PATH; for a new run" in new
+    assert "--decay_steps=3 ends the run that many steps after its checkpoint" in train("new", decay_steps=3, status=2).stderr

@@ -134,11 +134,34 @@ def test_a_preset_of_a_windows_editor_is_read_and_one_of_another_folder_is_found
     assert str(error.value) == f"no preset config/laptop.toml; perhaps you meant {ROOT}/config/laptop.toml"
 
 
-def test_every_conflict_is_told_at_once():
+@pytest.mark.parametrize(
+    "flag, others, why",
+    [
+        ("--cooldown_fraction=0.2", ["--schedule=cosine"], "without --schedule=wsd"),
+        ("--min_lr=0.0", ["--schedule=constant"], "with --schedule=constant"),
+        ("--schedule=cosine", ["--decay_steps=3"], "because --decay_steps=3 ends the run that many steps after"),
+        ("--steps=9", ["--decay_steps=3"], "because --decay_steps=3 ends the run that many steps after"),
+        ("--micro_batch_size=2", ["--numerics=portable"], "with --numerics=portable, whose micro-batches are single"),
+        ("--wandb_project=mine", ["--wandb=off"], "without --wandb=online or --wandb=offline"),
+    ],
+)
+def test_a_flag_without_effect_is_refused_and_a_preset_may_set_it(tmp_path, flag, others, why):
+    with pytest.raises(UserError) as error:
+        load("config/laptop.toml", flag, *others)
+    assert str(error.value).startswith(f"{flag} has no effect {why}") and "leave it out" in str(error.value)
+    name, _, value = flag[2:].partition("=")
+    quoted = value.lower() if value[0].isdigit() and "," not in value or value == "False" else f'"{value}"'
+    (tmp_path / "mine.toml").write_text(f"{name} = {quoted}\n")
+    load(str(tmp_path / "mine.toml"), *others)
+
+
+def test_every_conflict_is_told_at_once_and_a_flag_that_turns_something_off_is_none():
     with pytest.raises(UserError) as error:
         load(
             "--skip_steps=x",
             "--name=a/b",
+            "--cooldown_fraction=0.5",
+            "--schedule=cosine",
             "--n_head=5",
             "--plan_gpu=h100",
             "--min_lr=9",
@@ -147,10 +170,13 @@ def test_every_conflict_is_told_at_once():
         "--plan_gpu needs",
         "--skip_steps=x must",
         "--name=a/b must",
+        "--cooldown_fraction=0.5 has no",
         "--n_embd=192",
         "--min_lr",
     ):
         assert said in str(error.value)
+    load("--tasks_every=0", "--wandb_project=", "--numerics=portable", "--micro_batch_size=1")
+    assert rules.EFFECTS.keys() < cli.flat_fields(settings.Config).keys()
 
 
 CHOICES = {

@@ -207,11 +207,12 @@ def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_
         (dict(strategy="ddp", replicate=3), "--replicate=3 needs --strategy=fsdp"),
         (dict(strategy="fsdp", optimizer="adamw", check_replicas_every=1), "--check_replicas_every"),
         (dict(replicate=0), "--replicate must be greater than 0"),
+        (dict(strategy="ddp", shard_gradients="on"), "--shard_gradients=on has no effect without --strategy=fsdp"),
     ],
 )
 def test_what_does_not_go_together_is_refused(flags, said):
     with pytest.raises(UserError) as refused:
-        rules.check(settings.load(machine.arguments("", **TINY | flags)[1:], ""), 3)
+        rules.check(settings.load(machine.arguments("", **TINY | flags)[1:], ""), 3, flags)
     assert said in str(refused.value) and len(str(refused.value).splitlines()) == 1
 
 

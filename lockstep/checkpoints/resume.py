@@ -184,13 +184,18 @@ def allowed_changes(start: Start, config: Config, dataset: str, versions: dict[s
     """Return a line for each change that a user should know of, because the run goes on otherwise than it began."""
     state, done = start.state, start.state.step
     now, before, was = cli.flat_values(config), state.settings, state.config
+    exact = config.parallel.strategy == "exact"
     silent = set(SILENT)
+    if exact:
+        silent.add("shard_gradients")  # does not affect its bits
     if config.numerics.numerics == "portable":
         silent.add("threads")
     lines = []
     for name in changed_settings(start, config):
         if name not in silent:
             lines.append(f"changed: {name} {str(before[name]) or 'none'} -> {str(now[name]) or 'none'}")
+    if exact and before.get("shard_gradients") == "on":
+        lines.append("note: --shard_gradients is for fsdp alone now; exact has the same bits without it, but needs more memory")
     if config.numerics.numerics == "native":  # bits depend on versions
         known = state.versions
         lines += [f"changed: {n} {known[n]} -> {new}" for n, new in versions.items() if n in known and known[n] != new]

@@ -51,9 +51,12 @@ def read_command(args: list[str], description: str) -> tuple[Config, PlanConfig]
         if rank == 0 and note:
             say(note)
     given = settings.given(settings.divide(args)[1])
+    if own := settings.of_run(config):  # a run's own command continues it, even if a flag has lost its effect
+        now, repeated = cli.flat_values(config), cli.flat_values(own)
+        given -= {name for name in given & now.keys() if now[name] == repeated[name]}
     unplanned = [f"--{name} needs --plan" for name in vars(options) if name in given and not options.plan and name != "plan"]
     try:
-        rules.check(config, options.plan_world_size if options.plan else world_size, unplanned)
+        rules.check(config, options.plan_world_size if options.plan else world_size, given, unplanned)
     except UserError:
         if options.plan or settings.problems(config):
             raise

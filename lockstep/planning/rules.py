@@ -6,7 +6,7 @@ This module does not import torch, so errors in flags appear at once. A single n
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from lockstep import settings
 from lockstep.common.cli import as_written, flat_fields, flat_values
@@ -18,16 +18,52 @@ from lockstep.settings import Config, ModelConfig
 PORTABLE = {"dtype": "float32", "muon_dtype": "float32", "compile": "off"}
 
 
-def check(config: Config, world_size: int, also: Iterable[str] = ()) -> None:
+# Flags whose effect depends on others: whether they have one, and why not. All other flags always have one.
+EFFECTS: dict[str, tuple[Callable[[Config], bool], str]] = {
+    "min_lr": (lambda c: c.optim.schedule != "constant" or c.optim.decay_steps > 0, "with --schedule=constant"),
+    "cooldown_fraction": (
+        lambda c: c.optim.schedule not in ("cosine", "constant") and not c.optim.decay_steps,
+        "without --schedule=wsd, or with --decay_steps",
+    ),
+    **dict.fromkeys(
+        ("schedule", "steps"),
+        (
+            lambda c: not c.optim.decay_steps,
+            "because --decay_steps={decay_steps} ends the run that many steps after its checkpoint",
+        ),
+    ),
+    "micro_batch_size": (
+        lambda c: c.numerics.numerics == "native" or c.train.micro_batch_size == 1,
+        "with --numerics=portable, whose micro-batches are single sequences",
+    ),
+    "shard_gradients": (
+        lambda c: c.parallel.record.shards_weights or c.parallel.shard_gradients != "on",
+        "without --strategy=fsdp",
+    ),
+    "wandb_project": (lambda c: c.log.wandb != "off", "without --wandb=online or --wandb=offline"),
+}
+
+
+def check(config: Config, world_size: int, given: Iterable[str] = (), also: Iterable[str] = ()) -> None:
     """Raise one UserError that lists every setting that does not work on `world_size` ranks. config: resolved or not.
 
+    given: the settings that were given as flags, which must have an effect. A preset may have others: it serves several runs.
     also: further problems to list.
     """
     unreadable = settings.problems(config)
-    parts = [also, unreadable, portable_problems(config, world_size)]
+    parts = [also, unreadable, without_effect(config, given), portable_problems(config, world_size)]
     parts += [] if unreadable else [step_problems(config)]
     parts += [setting_problems(config, world_size), shape_problems(config.model), share_problems(config, world_size)]
     refuse(dict.fromkeys(itertools.chain(*parts)))
+
+
+def without_effect(config: Config, given: Iterable[str]) -> Iterator[str]:
+    """Yield a message for each setting in `given` that has no effect, unless its value says so, such as 0, off or auto."""
+    values, fields = flat_values(config), flat_fields(Config)
+    for name, (has_effect, why) in EFFECTS.items():
+        turned_off = values[name] == fields[name].default and values[name] in (True, 0, "", "off", "none", "auto")
+        if name in given and not turned_off and not has_effect(config):
+            yield f"--{name}={values[name]} has no effect {why.format(**values)}; leave it out"
 
 
 def step_problems(config: Config) -> Iterator[str]:
