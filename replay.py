@@ -225,7 +225,7 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
         computed = f"step {step} was computed on {plural(era['world_size'], 'rank')}"
         raise CannotReplay(f"{computed}, and its bits depend on their number; use {command.again(era['world_size'], 0)}")
     dataset = open_mixture(settings.replace(config.data, **past.moved), config.model.vocab_size)
-    if mixtures_seen(dataset.identity, step) != mixtures_seen(state.dataset, step):
+    if mixtures_seen(dataset.identity, step) != mixtures_seen(dataset.translate(state.dataset), step):
         problem = f"{dataset} is not what the run was trained on: its tokens or their shares differ"
         raise UserError(f"{problem}; set --tokens to the current location of the tokens (for a mixture, with weights)")
     if path is None:
@@ -234,7 +234,7 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
                 path = candidate
                 break
     if path:
-        start = Start(checkpoint.load_state(path), path)
+        start = Start(checkpoint.load_state(path, dataset), path)
     else:
         began = settings.from_record(state.history[0]["settings"], str(directory))
         start = search(directory / "new", began.run.resume, began.model.init_from, dataset)  # as when it first started

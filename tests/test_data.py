@@ -190,12 +190,19 @@ def test_foreign_tokens_are_known_by_samples_of_their_content(tmp_path):
     tokens = np.random.default_rng(1).integers(0, 50257, 3000).astype(np.uint16)
     folder = foreign_tokens(tmp_path / "other", "nanoGPT", tokens)
     before, identities = open_dataset(folder), set()
+    sizes = [("train.bin", 4000), ("val.bin", 2000)]
+    assert before.earlier_identity == hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
     for place in (0, 1999, 1234, 2500):
         tokens[place] ^= 1
         shutil.rmtree(folder)
         changed = open_dataset(foreign_tokens(folder, "nanoGPT", tokens))
+        assert changed.earlier_identity == before.earlier_identity
         identities.add(changed.identity)
     assert len(identities | {before.identity}) == 5
+    mixture, old = opened(str(folder), f"7:{folder}"), changed.earlier_identity
+    later = hashlib.sha256(json.dumps([[0, old, 4096 * 4096]]).encode()).hexdigest()
+    assert mixture.translate(f"{old} 7:{later}") == mixture.identity and mixture.translate(old) == changed.identity
+    assert mixture.translate(f"another 7:{later}").split()[0] == "another" and mixture.translate("") == ""
 
 
 def test_llm_c_names_of_a_single_shard_are_read(tmp_path):

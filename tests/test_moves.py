@@ -1,5 +1,6 @@
 """A run that moves to another directory, and ranks that end together. tests/test_sharded.py goes from strategy to strategy."""
 
+import json
 import os
 import re
 import shutil
@@ -7,7 +8,8 @@ import sys
 
 import pytest
 
-from conftest import execute, foreign_tokens
+from conftest import execute, foreign_tokens, reseal
+from lockstep.dataset.tokens import open_dataset
 
 
 def test_a_run_continues_where_it_was_copied_to_with_its_tokens_elsewhere(train):
@@ -26,7 +28,13 @@ def test_a_run_on_another_tools_tokens_notices_other_content_of_the_same_size(tr
     flags = dict(steps=4, eval_every=0, save_every=0, vocab_size=128, tokens=tmp_path / "other")
     folder = foreign_tokens(tmp_path / "other", "nanoGPT", rng.integers(0, 60, 4000))
     train("run", **flags)
+    state = train.latest("run") / "trainer_state.json"
+    content = json.loads(state.read_text())
+    content["dataset"] = open_dataset(folder).earlier_identity  # as earlier versions recorded it
+    state.write_text(json.dumps(content))
+    reseal(state.parent)
     train("run", **flags | dict(steps=5))
+    assert train.state("run")["dataset"] == open_dataset(folder).identity
     assert "bit for bit" in execute([sys.executable, "replay.py", train.runs / "run", "--step=3"]).stdout
     rng.integers(0, 60, 2000).astype("<u2").tofile(folder / "train.bin")
     assert "must hold the tokens that" in train("run", **flags | dict(steps=6), status=2).stderr

@@ -118,8 +118,11 @@ def versions(config: Config, own: torch.device) -> dict[str, str]:
     return packages | {"hardware": device.describe(own)}
 
 
-def load_state(directory: Path) -> TrainState:
-    """Return the trainer state of an intact checkpoint. Raises UserError."""
+def load_state(directory: Path, dataset: Mixture | None = None) -> TrainState:
+    """Return the trainer state of an intact checkpoint. Raises UserError.
+
+    dataset: the run's, which knows the identities of its data in earlier versions.
+    """
     path = directory / "trainer_state.json"
     state = files.read_json(path, TrainState)
     if not state.mixture_order:  # version 0.1.0 knew only the shared one, and later ones had a setting
@@ -127,6 +130,8 @@ def load_state(directory: Path) -> TrainState:
     for record in (state.settings, *(era["settings"] for era in state.history)):
         settings.update_record(record)
     settings.from_record(state.settings, str(path))
+    if dataset:
+        state.dataset = dataset.translate(state.dataset)
     return state
 
 

@@ -94,11 +94,11 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         notes = [f"--resume={resume} is ignored: this run already has checkpoints"] if resume != "auto" else []
         notes += [f"warning: {line}" for line in damaged]
         kept = " with the run's own settings, except for your flags" if (run / "config.toml").exists() else ""
-        return Start(load_state(path), path, continues=True, notes=[*notes, f"continuing from {path}{kept}"])
+        return Start(load_state(path, dataset), path, continues=True, notes=[*notes, f"continuing from {path}{kept}"])
     if resume not in ("auto", "off"):
         path, notes = find(resume)
         unchecked = check_vocabulary(path, dataset)
-        return Start(load_state(path), path, notes=[*notes, f"starting from {path}", *unchecked])
+        return Start(load_state(path, dataset), path, notes=[*notes, f"starting from {path}", *unchecked])
     if init_from != "scratch":
         path, notes = find_model(init_from)
         shape = f"starting from the weights of {path}; its shape overrides settings and flags"

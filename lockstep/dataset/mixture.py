@@ -93,10 +93,19 @@ class Mixture:
     @property
     def identity(self) -> str:
         """The sha256 of the contents and shares of --tokens, followed by ` STEP:SHA256` for each later phase."""
+        return self._identity([dataset.identity for dataset in self.datasets])
+
+    def translate(self, recorded: str) -> str:
+        """Return an identity that a run recorded in today's form. Parts of it that are not of this mixture stay as they are."""
+        earlier = self._identity([dataset.earlier_identity or dataset.identity for dataset in self.datasets])
+        today = dict(zip(earlier.split(), self.identity.split(), strict=True))
+        return " ".join(today.get(part, part) for part in recorded.split())
+
+    def _identity(self, identities: list[str]) -> str:
         words = []
         for step, shares in self.phases:
             # Shares are hashed in units of 1/2^24, because the identity was recorded so when shares could be that fine.
-            parts = [(i, self.datasets[i].identity, share * 4096) for i, share in enumerate(shares) if share]
+            parts = [(i, identities[i], share * 4096) for i, share in enumerate(shares) if share]
             if step:
                 words.append(f"{step}:{digest(parts)}")
             elif len(parts) == 1:

@@ -251,6 +251,7 @@ class Dataset:
     identity: str  # sha256 of the shards' recorded sha256, or of the names, sizes and samples of foreign files
     bytes_of_text: dict[str, int] = field(default_factory=dict)  # size of each split's text, if known
     remark: str = ""  # assumptions about foreign files
+    earlier_identity: str = ""  # if it differs: the identity in runs of earlier versions, which took no samples
 
     @functools.cached_property
     def tokenizer_sha256(self) -> str | None:
@@ -336,7 +337,7 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
     paths = [path for found in names.values() for path in found]
     sizes = [(str(path.relative_to(directory)), path.stat().st_size) for path in paths]
     identity = digest([[*size, sample_sha256(path)] for size, path in zip(sizes, paths, strict=True)])
-    return Dataset(directory, vocab_size, eot_token, tokenizer, splits, identity, {}, remark)
+    return Dataset(directory, vocab_size, eot_token, tokenizer, splits, identity, {}, remark, digest(sizes))
 
 
 def sample_sha256(path: Path) -> str:
