@@ -75,8 +75,12 @@ def test_names_are_drawn_as_they_are(tmp_path, figure_of):
     shown = [text.get_text() for text in figure.legends[0].get_texts()]
     assert shown == [f"{name}, validation 1.500".replace("\n", "\\n") for name in NAMES]
     assert not any(text.get_parse_math() for text in figure.legends[0].get_texts())
+    scores = {f"tasks/{name}/acc": 0.5 for name in NAMES[:4]}
+    scored = write_run(tmp_path / "scored", tail=json.dumps({"step": 30} | scores) + "\n")
+    legend = figure_of(scored).axes[4].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == [f"{name} acc" for name in NAMES[:4]]
     for suffix in ("png", "svg", "pdf"):
-        curves.draw(compare.group(runs), tmp_path / f"curves.{suffix}")
+        curves.draw(compare.group([*runs, scored]), tmp_path / f"curves.{suffix}")
     assert "a$b$c, validation" in (tmp_path / "curves.svg").read_text()
 
 
@@ -85,6 +89,15 @@ def test_a_picture_is_drawn_whatever_the_backend_of_a_notebook(tmp_path, backend
     out = tmp_path / "curves.png"
     execute([sys.executable, "plot.py", write_run(tmp_path / "run"), f"--out={out}"], env={"MPLBACKEND": backend}, fork=False)
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_scores_on_tasks_have_a_panel(tmp_path, figure_of):
+    scores = [{"step": step, "tasks/a/acc": 0.2, "tasks/a/acc_norm": step / 60, "tasks/b/perplexity": 9.5} for step in (30, 60)]
+    run = write_run(tmp_path / "run", tail="".join(json.dumps(record) + "\n" for record in scores))
+    figure = figure_of(run, write_run(tmp_path / "other"))
+    assert {"scores on tasks", "a acc_norm"} <= words(figure) and not {"a acc", "b perplexity"} & words(figure)
+    assert [list(line.get_ydata()) for line in figure.axes[4].lines] == [[0.5, 1.0], [], []]
+    assert "scores on tasks" not in words(figure_of(tmp_path / "other"))
 
 
 def test_runs_of_different_batches_are_drawn_over_tokens(tmp_path, figure_of):

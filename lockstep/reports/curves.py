@@ -1,4 +1,4 @@
-"""Read the curves of runs from metrics.jsonl and draw them: loss, learning rate, gradient norm and throughput.
+"""Read the curves of runs from metrics.jsonl and draw them: loss, learning rate, gradient norm, throughput and scores.
 
 Runs that differ only in their seed are one `Group`, drawn as one curve.
 """
@@ -33,7 +33,7 @@ PANELS = dict(
     grad_norm="gradient norm",
     tokens_per_second="tokens per second",
 )
-STYLES = ("-", "--", ":", "-.")  # one for every seven curves
+STYLES = ("-", "--", ":", "-.")  # one per task, or one for every seven curves
 DECADES = 30  # if the largest gradient norm exceeds this many times the smallest, its axis is logarithmic
 # Student's t for 95 % and 1 to 20 degrees of freedom. Beyond that, the last one is a little too large.
 STUDENT = (
@@ -44,11 +44,12 @@ STUDENT = (
 
 @dataclass(frozen=True)
 class Curves:
-    """The records in a metrics.jsonl: updates and evaluations."""
+    """The records in a metrics.jsonl: updates, evaluations, and scores on tasks."""
 
     name: str
     training: list[Record]
     validation: list[Record]
+    scores: list[Record]
 
     def at(self, steps: list[float], x: str) -> list[float]:
         """Convert `steps` to positions on the axis `x`: steps, tokens, or seconds since the first record. Raises UserError."""
@@ -66,7 +67,7 @@ class Curves:
 
     def points(self, key: str, x: str = "step") -> tuple[list[float], list[float]]:
         """Return all finite values logged as `key`: their positions on the axis `x`, and the values themselves."""
-        records = self.training + self.validation  # their keys differ
+        records = self.training + self.validation + self.scores  # their keys differ
         found = [(record["step"], record[key]) for record in records if is_finite(record.get(key))]
         return self.at([step for step, _ in found], x), [y for _, y in found]
 
@@ -115,7 +116,8 @@ def read(run: Path) -> Curves:
         raise UserError(f"{path} is empty; train.py logs a line every --log_every steps")
     for record in training:  # the mean since the line before is less noisy than the loss of one batch
         record["loss"] = record.get("mean_loss", record["loss"])
-    return Curves(run.resolve().name, training, validation)
+    scores = [record for record in records if record and any(key.startswith("tasks/") for key in record)]
+    return Curves(run.resolve().name, training, validation, scores)
 
 
 def smooth(values: list[float]) -> list[float]:
@@ -132,7 +134,7 @@ def single(run: Path) -> Group:
 
 
 def draw(groups: list[Group], out: Path, x: str = "step") -> None:
-    """Draw the curves of `groups` in four panels, and publish the image. Raises UserError."""
+    """Draw the curves of `groups` in four or five panels, and publish the image. Raises UserError."""
     os.environ["MPLBACKEND"] = "agg"  # matplotlib cannot be imported if a notebook has set a backend that is not installed here
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -140,10 +142,13 @@ def draw(groups: list[Group], out: Path, x: str = "step") -> None:
 
     with rc_context(LOOK):
         drawn = with_colors(groups)
-        figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained")
-        axes = figure.subplot_mosaic([list(PANELS)[:2], list(PANELS)[2:]], sharex=True)
+        scored = [["tasks", "tasks"]] if any(run.scores for group in groups for run in group.runs) else []
+        figure = Figure(figsize=(10, 6.4 + 2.8 * len(scored)), dpi=150, layout="constrained")
+        axes = figure.subplot_mosaic([list(PANELS)[:2], list(PANELS)[2:], *scored], sharex=True)
         for key in PANELS:
             draw_panel(axes[key], drawn, key, x)
+        if scored:
+            draw_scores(axes["tasks"], drawn, x)
         draw_validation(axes["loss"], drawn, x)
         norms = [y for group in groups for y in group.points("grad_norm")[1] if y > 0]
         is_wild = norms and max(norms) > DECADES * min(norms)
@@ -183,11 +188,20 @@ def name_groups(figure, drawn: Drawn) -> None:
         size = 8
         figure.set_figheight(figure.get_figheight() + 0.17 * max(0, math.ceil(len(labels) / max(1, 138 // longest)) - 4))
     columns = max(1, 92 * 12 // size // longest)
-    # Given the labels, matplotlib would leave out one that begins with _, and typeset what is between two $.
-    options = dict(loc="outside upper center", ncols=columns, fontsize=size, handlelength=2.5, frameon=False)
-    legend = figure.legend(lines, ["label"] * len(labels), **options)
+    add_legend(figure, lines, labels, loc="outside upper center", ncols=columns, fontsize=size, handlelength=2.5)
+
+
+def add_legend(owner, lines: list, labels: list[str], **style) -> None:
+    """Add a legend to a figure or an axis, with the `labels` as they are."""
+    # Given the labels, matplotlib would leave out a label that begins with _.
+    legend = owner.legend(lines, ["label"] * len(labels), frameon=False, **style)
     for text, label in zip(legend.get_texts(), labels, strict=True):
-        text.set(text=one_line(label), parse_math=False, usetex=False)
+        write(text, label)
+
+
+def write(text, label: str) -> None:
+    """Make a matplotlib text show `label` as it is, without typesetting what is between two $."""
+    text.set(text=one_line(label), parse_math=False, usetex=False)
 
 
 def draw_panel(axis, drawn: Drawn, key: str, x: str) -> None:
@@ -204,8 +218,33 @@ def draw_panel(axis, drawn: Drawn, key: str, x: str) -> None:
             axis.plot(places, y, color=color, linewidth=0.8, alpha=0.3)
             y = smooth(y)
         axis.plot(places, y, style, color=color, linewidth=1.7, marker="o" if len(y) == 1 else None)
-    axis.set_title(PANELS[key])
+    decorate(axis, PANELS[key])
+
+
+def decorate(axis, title: str) -> None:
+    """Give a panel a title and plain numbers."""
+    axis.set_title(title)
     axis.yaxis.set_major_formatter(lambda value, _position: f"{value:g}")
+
+
+def draw_scores(axis, drawn: Drawn, x: str) -> None:
+    """Draw one score per task, each in its own style: acc_norm if available, else one that lies between 0 and 1."""
+    from matplotlib import rcParams
+
+    records = [record for group, *_ in drawn for run in group.runs for record in run.scores]
+    chosen = {}
+    for key in dict.fromkeys(key for record in records for key in record if key.startswith("tasks/")):
+        task, _, metric = key.removeprefix("tasks/").rpartition("/")
+        if metric == "acc_norm" or all(0 <= value <= 1 for group, *_ in drawn for value in group.points(key)[1]):
+            chosen[task] = key if metric == "acc_norm" else chosen.get(task, key)
+    lines, labels = [], []
+    for key, style in zip(chosen.values(), cycle(STYLES)):
+        for group, color, _ in drawn:
+            axis.plot(*group.points(key, x)[:2], style, color=color, linewidth=1.7, marker="o", markersize=4)
+        lines += axis.plot([], [], style, color=rcParams["axes.labelcolor"])
+        labels.append(key.removeprefix("tasks/").replace("/", " "))
+    add_legend(axis, lines, labels, fontsize=10, ncols=4)
+    decorate(axis, "scores on tasks")
 
 
 def draw_validation(axis, drawn: Drawn, x: str) -> None:
