@@ -71,6 +71,9 @@ def test_a_ladder_that_was_killed_predicts_a_run_and_prints_its_command(stopped,
     predicted = json.loads((stopped / name / "prediction.json").read_text())
     assert re.fullmatch(rf"small-\w{{8}}-depth-{predicted['depth']}-tokens-\d+", name) and predicted["margin"] > 0
     execute([sys.executable, ROOT / "train.py", *words[2:]])
+    execute([sys.executable, ROOT / "plot.py", stopped / name, f"--out={stopped / 'curves.png'}"])
+    (stopped / name / "prediction.json").write_text("[]")
+    assert "prediction.json: Expected `object`" in execute([sys.executable, ROOT / "plot.py", stopped / name], status=2).stderr
     losses = [json.loads(line).get("val_loss") for line in (stopped / name / "metrics.jsonl").read_text().splitlines()]
     assert abs(losses[-1] - predicted["val_loss"]) < 1  # nats; a ladder of seconds predicts no better
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from statistics import median
+from typing import TypedDict
 
 import numpy as np
 
@@ -41,6 +42,8 @@ STUDENT = (
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
 )
 
+Prediction = TypedDict("Prediction", {"val_loss": float, "margin": float})  # the fields of prediction.json that we read
+
 
 @dataclass(frozen=True)
 class Curves:
@@ -50,6 +53,7 @@ class Curves:
     training: list[Record]
     validation: list[Record]
     scores: list[Record]
+    prediction: Prediction | None = None  # ladder.py's forecast of the final validation loss, and its margin
 
     def at(self, steps: list[float], x: str) -> list[float]:
         """Convert `steps` to positions on the axis `x`: steps, tokens, or seconds since the first record. Raises UserError."""
@@ -114,10 +118,12 @@ def read(run: Path) -> Curves:
     training, validation = ([record for record in records if record and key in record] for key in ("loss", "val_loss"))
     if not training and not validation:
         raise UserError(f"{path} is empty; train.py logs a line every --log_every steps")
+    predicted = run / "prediction.json"
+    prediction = files.read_json(predicted, Prediction) if predicted.exists() else None
     for record in training:  # the mean since the line before is less noisy than the loss of one batch
         record["loss"] = record.get("mean_loss", record["loss"])
     scores = [record for record in records if record and any(key.startswith("tasks/") for key in record)]
-    return Curves(run.resolve().name, training, validation, scores)
+    return Curves(run.resolve().name, training, validation, scores, prediction)
 
 
 def smooth(values: list[float]) -> list[float]:
@@ -248,7 +254,7 @@ def draw_scores(axis, drawn: Drawn, x: str) -> None:
 
 
 def draw_validation(axis, drawn: Drawn, x: str) -> None:
-    """Draw validation losses as dots. The axis cuts off the steep initial drop (the first tenth)."""
+    """Draw validation losses as dots and a forecast as a band. The axis cuts off the steep initial drop (the first tenth)."""
     shown = []
     for group, color, _ in drawn:
         places, y, margins = group.points("val_loss", x)
@@ -258,6 +264,11 @@ def draw_validation(axis, drawn: Drawn, x: str) -> None:
             axis.errorbar(places, y, margins, fmt="none", ecolor=color, elinewidth=1.2, zorder=3)
         steps, logged, _ = group.points("loss")
         shown += y + [loss for step, loss in zip(steps, logged, strict=True) if 10 * step > steps[-1]]
+        for prediction in [run.prediction for run in group.runs if run.prediction]:
+            loss, margin = prediction["val_loss"], prediction["margin"]
+            axis.axhspan(loss - margin, loss + margin, color=color, alpha=0.12, linewidth=0)
+            axis.axhline(loss, color=color, linewidth=1, linestyle=":")
+            shown += [loss - margin, loss + margin]
     if len(set(shown)) > 1:
         height = max(shown) - min(shown)
         axis.set_ylim(min(shown) - 0.06 * height, max(shown) + 0.06 * height)
