@@ -26,6 +26,8 @@ class PlotConfig:
     x: Literal["auto", "step", "tokens", "time"] = "auto"
     """The x-axis. time: training time without evaluations, saves and pauses.
     auto: tokens if the runs' global batches differ, else step."""
+    theme: Literal["light", "dark"] = "light"
+    """Colors for a light or a dark page."""
 
 
 if __name__ == "__main__":
@@ -44,7 +46,7 @@ def main(config: PlotConfig) -> None:
     cli.require_local("out", config.out, "write the image to a local file, then copy it there")
     groups = compare.group([Path(run) for run in config.runs])
     x = compare.choose_x(groups) if config.x == "auto" else config.x
-    curves.draw(groups, Path(config.out), x)
+    curves.draw(groups, Path(config.out), x, config.theme)
     if len(config.runs) > 1:
         say(compare.written(compare.table(groups)))
     say(config.out)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.collections import FillBetweenPolyCollection
+from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
 from conftest import execute
@@ -232,8 +233,8 @@ def test_runs_that_differ_only_in_seed_are_one_row(tmp_path):
 def test_runs_that_differ_only_in_seed_are_one_curve_with_a_band(tmp_path, figure_of):
     figure = figure_of(*seeds(tmp_path, LOSSES))
     shown = [text.get_text() for text in figure.legends[0].get_texts()]
-    names = ["lr=0.01, 3 seeds", "lr=0.002, 2 seeds", "0.1-0"]
-    losses = ["2.000 ± 0.248", "2.500 ± 0.000", "9.000"]
+    names = ["lr=0.002, 2 seeds", "lr=0.01, 3 seeds", "0.1-0"]
+    losses = ["2.500 ± 0.000", "2.000 ± 0.248", "9.000"]
     assert shown == [f"{name}, validation {loss}" for name, loss in zip(names, losses, strict=True)]
     assert len(figure.axes[0].findobj(FillBetweenPolyCollection)) == 2
 
@@ -249,6 +250,29 @@ def test_a_run_that_ends_with_no_number_comes_last(tmp_path):
     assert [row[-3] for row in table_of(runs)] == ["val_loss", "1.9000", "nan"]
 
 
-def test_twenty_runs_have_twenty_looks(tmp_path, figure_of):
-    lines = figure_of(*(write_run(tmp_path / f"run{i}") for i in range(20))).legends[0].get_lines()
+def test_twenty_groups_have_twenty_looks(tmp_path, figure_of):
+    rates = [write_run(tmp_path / f"rate{i}") for i in range(20)]
+    for i, run in enumerate(rates):
+        (run / "config.toml").write_text(f"[optim]\nlr = {(20 - i) / 1000}\n")
+    for theme in ("light", "dark"):
+        figure = figure_of(*rates, theme=theme)
+        lines = figure.legends[0].get_lines()
+        brightness = [sum(to_rgb(line.get_color())) for line in lines]
+        assert brightness == sorted(brightness) and len(set(brightness)) == 20
+        assert figure.legends[0].get_texts()[0].get_text() == "rate19, validation 1.500"  # the lowest rate
+    for i, run in enumerate(rates):
+        (run / "config.toml").write_text(f"[optim]\nlr = {(20 - i) / 1000}\nbeta1 = 0.{i + 1}\n")
+    lines = figure_of(*rates).legends[0].get_lines()
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 20
+
+
+def test_a_dark_picture_has_light_words(tmp_path, figure_of):
+    run = write_run(tmp_path / "run")
+    for theme, background in ("light", "white"), ("dark", "#0d1117"):
+        figure = figure_of(run, theme=theme)
+        assert to_rgb(figure.get_facecolor()) == to_rgb(background)
+        words = [*figure.legends[0].get_texts(), figure.axes[0].title, *figure.axes[2].get_xticklabels()]
+        assert all((to_rgb(text.get_color())[0] > 0.5) == (theme == "dark") for text in words)
+    out = tmp_path / "dark.svg"
+    execute([sys.executable, "plot.py", run, "--theme=dark", f"--out={out}"])
+    assert "#0d1117" in out.read_text()

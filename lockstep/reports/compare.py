@@ -65,7 +65,7 @@ def same_but_seed(runs: list[Path]) -> list[list[Path]]:
 def group(runs: list[Path]) -> list[Group]:
     """Read `runs` in groups that differ only in their seed. A group is named by what differs, a single run by its directory.
 
-    Raises UserError.
+    Groups that differ in one number are in ascending order. Raises UserError.
     """
     found, together = [], same_but_seed(runs)
     several, names = len(together) < len(runs), {run.resolve().name for run in runs}
@@ -80,7 +80,8 @@ def group(runs: list[Path]) -> list[Group]:
             values = [f"{name}={value}" for name, value in settings.items()] or [where]
             name = ", ".join([*values, f"{len(paths)} seeds"])
         found.append(Group(name, [curves.read(path) for path in paths], settings, where))
-    return found
+    values = curves.numbers(found)
+    return [found[i] for i in sorted(range(len(found)), key=values.__getitem__)] if values else found
 
 
 def choose_x(groups: list[Group]) -> str:

@@ -5,6 +5,7 @@ Runs that differ only in their seed are one `Group`, drawn as one curve.
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -17,17 +18,11 @@ from lockstep.common import files
 from lockstep.common.errors import UserError, one_line
 from lockstep.reports.log import Record, duration, read_records
 
-# The colors of Okabe and Ito, which color-blind people can tell apart.
+# The colors of Okabe and Ito, which color-blind people can tell apart. On black, yellow replaces dark blue.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f5f5f")
-TEXT, NUMBERS, EDGE, GRID = "0.15", "0.3", "0.6", "0.91"  # grays of the text, the numbers at the axes, the axes and the grid
-# An unobtrusive grid and axes.
-LOOK = {
-    **{"text.color": TEXT, "axes.titlecolor": TEXT},
-    **{"axes.labelcolor": NUMBERS, "xtick.labelcolor": NUMBERS, "ytick.labelcolor": NUMBERS},
-    **{"axes.edgecolor": EDGE, "xtick.color": EDGE, "ytick.color": EDGE, "grid.color": GRID, "grid.linewidth": 0.8},
-    **{"axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False},
-    **{"axes.titlelocation": "left", "axes.titlesize": 12, "xtick.labelsize": 10, "ytick.labelsize": 10},
-}
+COLORS_ON_BLACK = ("#56b4e9", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#f0e442", "#b0b0b0")
+# Colors of the background, the text, the numbers at the axes, the axes and the grid.
+THEMES = {"light": ("white", "0.15", "0.3", "0.6", "0.91"), "dark": ("#0d1117", "0.9", "0.75", "0.45", "0.2")}
 PANELS = dict(
     loss="loss (dots: validation, on other documents)",
     lr="learning rate",
@@ -139,15 +134,15 @@ def single(run: Path) -> Group:
     return Group(curves.name, [curves])
 
 
-def draw(groups: list[Group], out: Path, x: str = "step") -> None:
+def draw(groups: list[Group], out: Path, x: str = "step", theme: str = "light") -> None:
     """Draw the curves of `groups` in four or five panels, and publish the image. Raises UserError."""
     os.environ["MPLBACKEND"] = "agg"  # matplotlib cannot be imported if a notebook has set a backend that is not installed here
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    with rc_context(LOOK):
-        drawn = with_colors(groups)
+    with rc_context(look(theme)):
+        drawn = with_colors(groups, theme)
         scored = [["tasks", "tasks"]] if any(run.scores for group in groups for run in group.runs) else []
         figure = Figure(figsize=(10, 6.4 + 2.8 * len(scored)), dpi=150, layout="constrained")
         axes = figure.subplot_mosaic([list(PANELS)[:2], list(PANELS)[2:], *scored], sharex=True)
@@ -172,10 +167,37 @@ def draw(groups: list[Group], out: Path, x: str = "step") -> None:
         save(figure, out)
 
 
-def with_colors(groups: list[Group]) -> Drawn:
-    """Give each group a color and a line style."""
-    styles = [STYLES[i // len(COLORS) % len(STYLES)] for i in range(len(groups))]
-    return list(zip(groups, cycle(COLORS), styles, strict=False))
+def look(theme: str) -> dict:
+    """Return matplotlib's settings for a theme: its colors, and an unobtrusive grid and axes."""
+    background, text, numbers, edge, grid = THEMES[theme]
+    return {
+        **{"figure.facecolor": background, "axes.facecolor": background, "text.color": text, "axes.titlecolor": text},
+        **{"axes.labelcolor": numbers, "xtick.labelcolor": numbers, "ytick.labelcolor": numbers},
+        **{"axes.edgecolor": edge, "xtick.color": edge, "ytick.color": edge, "grid.color": grid, "grid.linewidth": 0.8},
+        **{"axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False},
+        **{"axes.titlelocation": "left", "axes.titlesize": 12, "xtick.labelsize": 10, "ytick.labelsize": 10},
+    }
+
+
+def numbers(groups: list[Group]) -> list[float]:
+    """Return the values of the groups, if they differ in one setting, which is a number; else nothing."""
+    if len({name for group in groups for name in group.settings}) == 1:
+        with suppress(ValueError):
+            return [float(value) for group in groups for value in group.settings.values()]
+    return []
+
+
+def with_colors(groups: list[Group], theme: str) -> Drawn:
+    """Give each group a color and a line style. Many groups that differ in one number go from dark to light."""
+    from matplotlib import colormaps
+
+    colors = COLORS if theme == "light" else COLORS_ON_BLACK
+    if len(groups) > len(colors) and numbers(groups):
+        ends = (0, 0.87) if theme == "light" else (0.2, 1)  # without the colors that the background hides
+        shades = colormaps["viridis"](np.linspace(*ends, len(groups)))
+        return [(group, shade, "-") for group, shade in zip(groups, shades, strict=True)]
+    styles = [STYLES[i // len(colors) % len(STYLES)] for i in range(len(groups))]
+    return list(zip(groups, cycle(colors), styles, strict=False))
 
 
 def name_groups(figure, drawn: Drawn) -> None:
