@@ -28,6 +28,8 @@ class PlotConfig:
     auto: tokens if the runs' global batches differ, else step."""
     theme: Literal["light", "dark"] = "light"
     """Colors for a light or a dark page."""
+    table: Literal["text", "md", "csv"] = "text"
+    """Format of the table. md and csv print nothing else; csv has all digits, and times in seconds."""
 
 
 if __name__ == "__main__":
@@ -40,13 +42,14 @@ from lockstep.reports import compare, curves
 
 
 def main(config: PlotConfig) -> None:
-    """Draw the curves, and print a table of several runs. Raises UserError."""
+    """Draw the curves, and print a table. With --table=text, a single run needs none. Raises UserError."""
     if not config.runs:
         raise UserError(f"name at least one run, such as runs/NAME{cli.similar_runs('runs')}")
     cli.require_local("out", config.out, "write the image to a local file, then copy it there")
     groups = compare.group([Path(run) for run in config.runs])
     x = compare.choose_x(groups) if config.x == "auto" else config.x
     curves.draw(groups, Path(config.out), x, config.theme)
-    if len(config.runs) > 1:
-        say(compare.written(compare.table(groups)))
-    say(config.out)
+    if len(config.runs) > 1 or config.table != "text":
+        say(compare.written(compare.table(groups), config.table))
+    if config.table == "text":
+        say(config.out)

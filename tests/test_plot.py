@@ -1,5 +1,6 @@
 """Curves of runs: what is read from metrics.jsonl, and the command."""
 
+import csv
 import json
 import math
 import os
@@ -187,7 +188,7 @@ def test_the_table_has_datasets_and_lacks_what_is_not_known(train, tokens, tmp_p
 
 
 def table_of(runs):
-    return [line.split() for line in compare.written(compare.table(compare.group(runs))).splitlines()]
+    return [line.split() for line in compare.written(compare.table(compare.group(runs)), "text").splitlines()]
 
 
 def test_runs_are_told_apart_by_the_settings_that_were_chosen_differently(train, tmp_path):
@@ -228,6 +229,11 @@ def test_runs_that_differ_only_in_seed_are_one_row(tmp_path):
     assert [row["val_loss"] for row in of] == ["2.0000", "2.5000", "9.0000"]
     assert [row["±"] for row in of] == ["0.2484", "0.0000", "-"]
     assert [row["lowest"] for row in of] == ["1.6333", "1.5000", "1.0000"]
+    markdown = execute([*command, "--table=md"]).stdout.splitlines()
+    assert markdown[1] == "|" + " --- |" * 10 and markdown[2].startswith(f"| {tmp_path}/0.01-* | 0.01 | 3 | 40 |")
+    values = list(csv.DictReader(execute([*command, "--table=csv"]).stdout.splitlines()))
+    assert [row["tokens"] for row in values] == ["40960"] * 3 and float(values[0]["±"]) == pytest.approx(0.2484, abs=1e-4)
+    assert values[2]["±"] == values[2]["val_bpb"] == ""
 
 
 def test_runs_that_differ_only_in_seed_are_one_curve_with_a_band(tmp_path, figure_of):

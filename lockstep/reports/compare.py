@@ -1,5 +1,7 @@
 """Compare runs: the settings in which they differ, what each run cost, and its validation loss."""
 
+import csv
+import io
 import json
 import math
 import os
@@ -116,9 +118,16 @@ def table(groups: list[Group]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["val_loss"] if is_finite(row["val_loss"]) else math.inf)
 
 
-def written(rows: list[dict[str, Any]]) -> str:
-    """Return a table as aligned text."""
+def written(rows: list[dict[str, Any]], form: str) -> str:
+    """Return a table as aligned text, Markdown (md) or comma-separated values (csv), whose numbers are not rounded."""
+    if form == "csv":
+        lines = io.StringIO()
+        csv.writer(lines, lineterminator="\n").writerows([rows[0], *(row.values() for row in rows)])
+        return lines.getvalue().rstrip("\n")
     lines = [list(rows[0]), *([cell(name, value) for name, value in row.items()] for row in rows)]
+    if form == "md":
+        lines.insert(1, ["---"] * len(rows[0]))
+        return "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
