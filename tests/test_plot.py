@@ -1,6 +1,7 @@
 """Curves of runs: what is read from metrics.jsonl, and the command."""
 
 import csv
+import itertools
 import json
 import math
 import os
@@ -243,6 +244,11 @@ def test_runs_that_differ_only_in_seed_are_one_curve_with_a_band(tmp_path, figur
     losses = ["2.500 ± 0.000", "2.000 ± 0.248", "9.000"]
     assert shown == [f"{name}, validation {loss}" for name, loss in zip(names, losses, strict=True)]
     assert len(figure.axes[0].findobj(FillBetweenPolyCollection)) == 2
+    ends = [text for text in figure.axes[0].texts if text.get_text() in names]
+    assert len(ends) == 3 and {text.get_color() for text in ends} == set(curves.COLORS[:3])
+    bottom, top = figure.axes[0].get_ylim()
+    heights = sorted(text.xy[1] for text in ends)
+    assert min(b - a for a, b in itertools.pairwise(heights)) > 0.08 * (top - bottom)
 
 
 def test_a_repetition_and_a_run_without_settings_are_not_further_seeds(tmp_path):

@@ -151,6 +151,7 @@ def draw(groups: list[Group], out: Path, x: str = "step", theme: str = "light") 
         if scored:
             draw_scores(axes["tasks"], drawn, x)
         draw_validation(axes["loss"], drawn, x)
+        label_ends(axes["loss"], drawn)
         norms = [y for group in groups for y in group.points("grad_norm")[1] if y > 0]
         is_wild = norms and max(norms) > DECADES * min(norms)
         for key in ("lr", "tokens_per_second", *(["grad_norm"] if not is_wild else [])):
@@ -217,6 +218,20 @@ def name_groups(figure, drawn: Drawn) -> None:
         figure.set_figheight(figure.get_figheight() + 0.17 * max(0, math.ceil(len(labels) / max(1, 138 // longest)) - 4))
     columns = max(1, 92 * 12 // size // longest)
     add_legend(figure, lines, labels, loc="outside upper center", ncols=columns, fontsize=size, handlelength=2.5)
+
+
+def label_ends(axis, drawn: Drawn) -> None:
+    """Write the names of a few groups right of the panel, at the heights where their curves end, moved apart if needed."""
+    if not 1 < len(drawn) <= 4 or max(len(group.name) for group, *_ in drawn) > 20:
+        return
+    bottom, top = axis.get_ylim()
+    ends = [(smooth(group.points("loss")[1])[-1:], group.name, color) for group, color, _ in drawn]
+    lowest = bottom
+    for end, name, color in sorted(ends, key=lambda end: end[0]):
+        height = max(lowest, min([*end, top]))
+        lowest = height + (top - bottom) / 12
+        where = dict(xycoords=("axes fraction", "data"), textcoords="offset points", va="center", annotation_clip=False)
+        write(axis.annotate("label", (1, height), (4, 0), color=color, fontsize=9, **where), name)
 
 
 def add_legend(owner, lines: list, labels: list[str], **style) -> None:
