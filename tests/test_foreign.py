@@ -173,7 +173,7 @@ CASES = [
     case([*TRAIN, "--name=caf\udce9"], None, "is not UTF-8; rename it"),
     case("replay.py --verify runs/run", None, "--verify must be true|false, not 'runs/run'"),
     case("sample.py runs/run --tokenizer=train:300", None, "--tokenizer=train:300 learns from text"),
-    case("prepare_data.py corpus --out=tokens --push=me/x", None, "unknown flag --push (--help lists all flags)"),
+    case("prepare_data.py corpus --out=tokens --push=me/x", None, "unknown flag --push; hf upload sends a directory"),
     case([*RESUME, "--resume=off"], None, "--resume=off: runs/run already has checkpoints; leave out --resume=off"),
     case("evaluate.py runs/run --seq_len=17", None, "exceeds the model's context of 16"),
     case("replay.py runs/run --step=99", None, "has only steps 1 to 2"),

@@ -128,7 +128,8 @@ def test_bad_input_names_what_is_there(run, tmp_path):
     assert f"with a config.json; perhaps you meant {run}" in refused(run.parent)
     assert "absent.txt" in refused(run, f"--prompt=FILE:{tmp_path}/absent.txt")
     assert "--temperature" in refused(run, "--temperature=-1")
-    assert "perhaps you meant --prompt" in refused(run, "--promt=x")
+    for wrong in ("--promt=x", "--start=x"):  # --start is nanoGPT's
+        assert "perhaps you meant --prompt" in refused(run, wrong)
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((run / "checkpoints/latest" / name).read_bytes())
     assert "pass the model's tokenizer with --tokenizer=FILE" in refused(tmp_path)

@@ -57,12 +57,15 @@ def test_every_way_to_write_a_flag():
     "args, said",
     [
         (["--warmup_step=1"], "perhaps you meant --warmup_steps"),
+        (["--max-iter=1"], "perhaps you meant --steps"),
         (["--lr=fast"], "--lr must be NUMBER, not 'fast'"),
         (["--micro_batch_size=all"], "--micro_batch_size must be INTEGER|auto, not 'all'"),
         (["--min_lr=-inf"], "--min_lr must be at least 0 and at most 1,000, or auto"),
         (["--tie_embeddings=maybe"], "--tie_embeddings must be true|false, not 'maybe'"),
         (["laptop"], "no preset laptop; perhaps you meant config/laptop.toml"),
         (["other"], "no preset other; available: config/gpt2_124m.toml, "),
+        (["--epoch=3"], "unknown flag --epoch; set the length in updates: --steps = epochs x tokens of the dataset / "),
+        (["--fp16"], "unknown flag --fp16; use --dtype=float16 ("),
         (["--skip-steps=2", "--skip_steps", "4"], "--skip_steps is set more than once; set it once, with commas between"),
         (["--lr=1", "--steps=9", "--lr=1"], "--lr is set more than once; set it once"),
         (["train.py"], "train.py is not a valid TOML preset"),
@@ -86,7 +89,8 @@ def test_every_way_to_write_a_flag():
             ["--phase=1:hf://datasets/a/b"],
             "--phase=1:hf://datasets/a/b must be a local path; python prepare_data.py URL",
         ),
-        (["--epoch=3"], "unknown flag --epoch (--help lists all flags)"),
+        (["--init_from=resume"], "--init_from=resume: leave it out; running the same command again continues a run"),
+        (["--start=x"], "unknown flag --start (--help lists all flags)"),
     ],
 )
 def test_bad_input_is_refused_naming_flag_and_fix(args, said):
@@ -302,7 +306,7 @@ def test_a_refused_command_says_what_would_work_on_any_terminal():
         "error: --seed is set more than once; set it once",
         "       unknown flag --weight_decy; perhaps you meant --weight_decay",
         "       unknown flag --batch_size; perhaps you meant --micro_batch_size",
-        "       unknown flag --max_iters; perhaps you meant --max_minutes (--help lists all flags)",
+        "       unknown flag --max_iters; perhaps you meant --steps (--help lists all flags)",
         "       unexpected x: put a preset or a run before all flags, and write flags as --name=value",
         "       --lr must be NUMBER, not '1e'",
     ]

@@ -22,6 +22,37 @@ from msgspec import Meta
 from lockstep.common.errors import UserError, refuse
 from lockstep.common.records import FileOnly
 
+# Flags of nanoGPT, build-nanogpt and Hugging Face, and our names for them.
+OTHER_NAMES = {
+    **dict(learning_rate="lr", max_lr="lr", decay_lr="schedule", lr_scheduler_type="schedule", warmup_iters="warmup_steps"),
+    **dict(max_iters="steps", max_steps="steps", lr_decay_iters="steps", max_grad_norm="grad_clip", dataset="tokens"),
+    **dict(block_size="seq_len", max_seq_len="seq_len", context_length="seq_len", run_name="name", start="prompt"),
+    **dict(batch_size="micro_batch_size", per_device_train_batch_size="micro_batch_size"),
+    **dict(gradient_accumulation_steps="tokens_per_update", global_batch_size="tokens_per_update"),
+    **dict(total_batch_size="tokens_per_update", eval_interval="eval_every", eval_steps="eval_every", eval_iters="eval_tokens"),
+    **dict(log_interval="log_every", logging_steps="log_every", save_steps="save_every", always_save_checkpoint="save_every"),
+    **dict(save_interval="save_every", save_total_limit="keep_last", resume_from_checkpoint="resume"),
+    **dict(output_dir="out_dir", wandb_run_name="name", wandb_log="wandb", report_to="wandb", optim="optimizer"),
+    **dict(adam_beta1="beta1", adam_beta2="beta2", torch_compile="compile", data_seed="seed", num_threads="threads"),
+    **dict(gradient_checkpointing="activation_checkpointing", model_name_or_path="init_from", precision="dtype"),
+    **dict(num_layers="n_layer", num_hidden_layers="n_layer", num_heads="n_head", num_attention_heads="n_head"),
+    **dict(num_key_value_heads="n_kv_head", hidden_size="n_embd", intermediate_size="d_ff", wd="weight_decay"),
+}
+EPOCHS = "set the length in updates: --steps = epochs x tokens of the dataset / --tokens_per_update"
+# Flags of others that have no counterpart, and what to do instead. A hint is shown if the command has the flags it names.
+NO_FLAGS = {
+    "eval_only": "use python evaluate.py runs/NAME",
+    "bias": "gpt2 has biases; --architecture=llama and qwen3 do not",
+    "backend": "the backend is automatic: nccl on GPUs, gloo on CPUs",
+    **dict.fromkeys(("epochs", "num_epochs", "max_epochs", "num_train_epochs"), EPOCHS),
+    "dollars_per_gpu_hour": "multiply the GPU hours that --plan prints by your price",
+    "push": "hf upload sends a directory to the Hugging Face Hub (docs/export.md)",
+    "warmup_ratio": "use --warmup_steps, a number of updates",
+    "fp16": "use --dtype=float16",
+    "bf16": "use --dtype=bfloat16",
+    **dict.fromkeys(("amp", "mixed_precision"), "use --dtype=bfloat16 or float16"),
+    **dict.fromkeys(("nproc_per_node", "num_gpus", "gpus"), "torchrun starts one process per GPU (README.md)"),
+}
 SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # types as `--help` and errors show them
 LIMITS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}  # the limits of msgspec's Meta, in words
 
@@ -237,11 +268,17 @@ def new_directory(out: str) -> Path:
 
 
 def suggestion(name: str, known: dict[str, dataclasses.Field]) -> str:
-    """Suggest the nearest of the `known` settings for `name`, as in `; perhaps you meant --lr`. May be empty."""
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)
-    if not near:
+    """Suggest a replacement for the flag `name`, or the nearest of `known`, as in `; perhaps you meant --lr`. May be empty."""
+    names = OTHER_NAMES | {ours: ours for ours in known}
+    near = difflib.get_close_matches(name.lower(), [*names, *NO_FLAGS], n=1)
+    hint = NO_FLAGS.get(near[0], f"perhaps you meant --{names.get(near[0])}") if near else ""
+    mentioned = set(re.findall(r"--(\w+)", hint))
+    if not hint or not mentioned.issubset(known):
         return ""
-    return f"; perhaps you meant {f'--{near[0]}' if is_flag(known[near[0]]) else f'{near[0]} in a preset file'}"
+    for ours in mentioned:
+        if not is_flag(known[ours]):
+            hint = hint.replace(f"--{ours}", f"{ours} in a preset file")
+    return f"; {hint}"
 
 
 def similar_runs(name: str) -> str:
