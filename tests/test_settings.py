@@ -89,7 +89,6 @@ def test_every_way_to_write_a_flag():
             ["--phase=1:hf://datasets/a/b"],
             "--phase=1:hf://datasets/a/b must be a local path; python prepare_data.py URL",
         ),
-        (["--init_from=resume"], "--init_from=resume: leave it out; running the same command again continues a run"),
         (["--start=x"], "unknown flag --start (--help lists all flags)"),
     ],
 )
