@@ -42,8 +42,7 @@ from lockstep.hardware import footprint
 
 MINUTES = 9.0  # for all questions, whose time limits add up to this
 LEAST = 0.4  # a question is asked if this share of its time is left
-UPDATES = 22  # in a timed run; the profiled ones do not count
-PROFILE = (10, 2)  # the first profiled step, and how many
+UPDATES = 22  # in a timed run
 # A killed and resumed run must also be the same with these settings: name, number of processes, settings.
 VARIANTS = {
     "plain": (1, dict(compile="off")),
@@ -176,9 +175,9 @@ def peak(bench: Bench, limit: float) -> dict:
 
 
 def speed(bench: Bench, limit: float, name: str, preset: str, **changes) -> dict:
-    """Tokens/s, MFU and memory of a preset as a user starts it, with its banner, profile and recompilations."""
-    config = bench.config(preset, profile=f"{PROFILE[0]}:{PROFILE[1]}", **changes)
-    run = gpu_probe.training(config, bench.at(name), limit, 14 if bench.tiny else UPDATES, PROFILE)
+    """Tokens/s, MFU and memory of a preset as a user starts it, with its banner and recompilations."""
+    config = bench.config(preset, **changes)
+    run = gpu_probe.training(config, bench.at(name), limit, 14 if bench.tiny else UPDATES)
     run["tokens_per_second"] = 1000 * run["tokens_per_update"] / statistics.median(run["update_ms"])
     shape = settings.resolve_model(bench.config(preset).model, 512 if bench.tiny else 50257)
     flops = run["tokens_per_second"] * footprint.flops_per_token(shape)

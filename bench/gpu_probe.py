@@ -83,16 +83,15 @@ def share_gpus(count: int) -> None:
     dist.init_process_group = lambda _, **options: create("gloo", **options | {"device_id": None})
 
 
-def training(config: Config, folder: Path, limit: float, updates: int, profile: tuple[int, int]) -> dict:
+def training(config: Config, folder: Path, limit: float, updates: int) -> dict:
     """Train for `updates`, or for `limit` seconds. Saves nothing.
 
-    profile: the first profiled step and their number. Returns the milliseconds of each update that is not profiled, the seconds
-    until the first, memory, losses, the chosen batch, the banner, the profile's table, and the recompilations.
+    Returns the milliseconds of each update, the seconds until the first, memory, losses, the chosen batch, the banner, and the
+    recompilations.
     """
     config, began = settings.replace(config, steps=10**6, save_every=0), time.time()
     records, statuses = train(config, 1, folder, limit, lambda records: len(records) >= updates)
-    slow = range(profile[0], profile[0] + profile[1] + 1)  # the trace is written during the last one
-    timed = [record["step_ms"] for record in records[UNTIMED:] if record["step"] not in slow]
+    timed = [record["step_ms"] for record in records[UNTIMED:]]
     if len(timed) < FEWEST:
         raise forks.failure(folder / "forks", statuses, limit)
     resolved = settings.read_preset(folder / "run/config.toml")
@@ -109,7 +108,6 @@ def training(config: Config, folder: Path, limit: float, updates: int, profile: 
         "micro_batch_size": resolved.train.micro_batch_size,
         "recompilations": errors_seen.count("Recompiling function"),
         "banner": log[:first_update],
-        "profile": [line for line in log if "/trace-" in line or re.match(r"\s+[\d.]+% ", line)],
         "warnings": sorted({line for line in errors_seen.splitlines() if "warn" in line.lower()})[:20],
     }
 

@@ -59,7 +59,7 @@ def test_every_question_is_answered_on_a_cpu_in_order_and_nothing_is_measured_tw
     speeds = [printed.index(f"\n{gpu.TITLES[name]} ") for name in ("peak", "gpt2", "gpt2_any_order", "llama", "nanogpt")]
     assert speeds == sorted(speeds) and max(found[: len(gpu.VARIANTS)]) < speeds[0]
     run = record["answers"]["gpt2"]
-    assert run["memory_gb"] > 0 and run["first_update_s"] > 0 and run["banner"] and len(run["profile"]) > 3
+    assert run["memory_gb"] > 0 and run["first_update_s"] > 0 and run["banner"]
     assert str(gpu.machine.ROOT) not in json.dumps(record["answers"])  # a result that is published names no folder
 
     # What another call finds is not measured again; what is lost is.
