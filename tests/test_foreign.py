@@ -211,7 +211,7 @@ CASES = [
     case(TRAIN, foreign("train.bin", lambda p: p.write_bytes(b"\xff" * 4000)), "token 65535 is outside the vocabulary"),
     case(TRAIN, foreign("x_train_0.npy", lambda p: np.save(p, np.array([{}]), allow_pickle=True)), "x_train_0.npy"),
     # Text and tokenizers
-    text("a.jsonl", '{"text": 1}\n', "line 1 is not a JSON object with a string under"),
+    text("a.jsonl", '{"text": 1}\n', "line 1 has a number under"),
     text("a.jsonl", '{"text": "' + "a" * (40 << 20) + '"}\n', "longer than --max_document_bytes="),
     text("a.txt.gz", b"\x1f\x8b\x08\0\0\0\0\0\0\3" + b"\xff" * 99, "a.txt.gz"),
     text("a.parquet", b"PAR1" + b"\xff" * 400 + b"PAR1", "a.parquet"),

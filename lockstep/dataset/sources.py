@@ -372,12 +372,24 @@ def parquet_rows(file: SourceFile) -> Iterator[Piece]:
 
 
 def require_strings(file: SourceFile, schema: pyarrow.Schema) -> None:
-    """Raise UserError unless the column contains strings."""
+    """Raise a UserError that describes the column, unless it contains strings."""
     found = {field.name: field.type for field in schema}
-    if found.get(file.column) not in AS_BYTES:
-        columns = files.shortened(f"{name} ({kind})" for name, kind in found.items())
-        way_out = 'choose one with --column, or write the text as strings (pyarrow\'s column.cast("string"))'
-        raise UserError(f'{file}: no column "{file.column}" of strings; {way_out}; its columns are {columns}')
+    if found.get(file.column) in AS_BYTES:
+        return
+    strings = [name for name, kind in found.items() if kind in AS_BYTES]
+    others = f"choose a column of strings with --column: {files.shortened(strings)}" if strings else ""
+    if file.column not in found:
+        problem = f'no column "{file.column}" of strings; its columns are {files.shortened(found)}'
+        raise UserError(f"{file}: {problem}" + (f"; {others}" if others else ""))
+    kind = found[file.column]
+    if pyarrow.types.is_nested(kind):
+        convert = "write one string per row"
+    elif pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind) or pyarrow.types.is_dictionary(kind):
+        convert = 'if it is text, write it with pyarrow\'s column.cast("string")'
+    else:
+        convert = "text is expected"
+    problem = f'column "{file.column}" contains {files.shortened([str(kind)])}, not strings'
+    raise UserError(f"{file}: {problem}; " + "; or ".join(filter(None, [convert, others])))
 
 
 def jsonl_rows(file: SourceFile) -> Iterator[Piece]:
@@ -392,11 +404,58 @@ def jsonl_rows(file: SourceFile) -> Iterator[Piece]:
                 text = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass"))[file.column]
                 content = b"" if text is None else to_utf8(text)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                wanted = f'a JSON object with a string under "{file.column}" (--column chooses another key)'
-                found = files.shortened([line.decode("utf-8", "replace")])
-                raise UserError(f"{file}: line {number} is not {wanted}, but {found}") from None
+                raise UserError(f"{file}: line {number} {describe_line(line, file.column)}") from None
             yield Piece(content, bool(content), size / len(lines))
         first += len(lines)
+
+
+def describe_line(line: bytes, key: str) -> str:
+    """Say why a line is not a JSON object with a string under `key`, and what would work."""
+    if b"\0" in line:
+        return f"contains NUL bytes, as UTF-16 does; convert the file to UTF-8: {ICONV}"
+    try:
+        text = line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass").strip()
+        value, end = json.JSONDecoder().raw_decode(text)
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 (byte {error.start + 1} is 0x{line[error.start]:02x}); convert the file: {ICONV}"
+    except RecursionError:
+        return "is nested too deeply"
+    except json.JSONDecodeError as error:
+        if re.match(r"\{\s*'", text):
+            return "is a Python dict, not JSON; write each line with json.dumps"
+        if text[:1] not in "{[":
+            return 'is not JSON, but plain text; write {"' + key + '": "..."} on each line, or name the file .txt'
+        if error.pos >= len(text) or "Unterminated" in error.msg:
+            cut = "ends before its JSON value does; remove it if the file was cut off there"
+            return f"{cut}, or, if values span several lines, write each on its own (jq -c . FILE does)"
+        return f"is not valid JSON ({error.msg} at character {error.pos + 1}); write each line with json.dumps"
+    except ValueError:  # Python's limit of digits
+        return "has an integer of thousands of digits; write it as a string"
+    kinds = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        int: "a number",
+        float: "a number",
+        bool: "true or false",
+        type(None): "null",
+    }
+    if rest := text[end:].strip():
+        if rest == ",":
+            return "ends with a comma; write one object per line, with nothing after it (sed 's/,$//' FILE does)"
+        return f"has more after its first JSON value: {files.shortened([rest])}; write one object per line (jq -c . FILE does)"
+    if isinstance(value, list):
+        return "is a JSON list, not an object; write one object per line (jq -c '.[]' FILE does)"
+    if not isinstance(value, dict):
+        return f'is {kinds[type(value)]}, not a JSON object with a string under "{key}"'
+    if key in value:
+        return f'has {kinds[type(value[key])]} under "{key}", not a string; write a string, or choose another key with --column'
+    outer = next((name for name, inner in value.items() if isinstance(inner, dict) and isinstance(inner.get(key), str)), None)
+    if outer is not None:
+        return f'has "{key}" only inside "{outer}"; move it to the top level (jq -c \'.["{outer}"]\' FILE does)'
+    strings = [name for name, inner in value.items() if isinstance(inner, str)]
+    choose = f"choose another with --column={strings[0]}" if strings else "none of them has a string"
+    return f'has no "{key}"; its keys are {files.shortened(value)}; {choose}'
 
 
 def separated_documents(file: SourceFile) -> Iterator[Piece]:
