@@ -32,8 +32,16 @@ HERE = Path(__file__).parent.parent
 Steps = Annotated[int, Meta(gt=0, le=10**12)]
 Ranks = Annotated[int, Meta(gt=0, le=1 << 20)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
-# Settings that runs of earlier versions recorded. They do not affect the bits, or follow from others that are recorded, too.
-RETIRED = ("depth", "max_shard_bytes", "max_skipped_steps", "mixture_order", "prepare_command", "tasks_limit")
+# Settings of earlier versions: the value that runs and presets may still have, and what to do instead of any other.
+RETIRED: dict[str, tuple[Any, str]] = {
+    "depth": ("off", "`python extras/ladder.py --depth=6 --tokens=tokens/NAME` prints the command for a model of a depth"),
+    "fp8": (False, "use --dtype=bfloat16, or torchtitan for float8"),
+    "max_shard_bytes": (10**9, "checkpoints are divided into files of up to 1 GB"),
+    "max_skipped_steps": (30, "a run ends after more than 30 skipped updates in a row"),
+    "mixture_order": ("auto", "a run keeps the order that it began with"),
+    "prepare_command": ("", "write the command in a comment"),
+    "tasks_limit": (0, "write the limit after a task, as in --tasks=hellaswag:200"),
+}
 
 
 @dataclass(frozen=True)
@@ -289,6 +297,7 @@ def read_command_line(args: list[str], description: str, kind: type):
     flags. Raises UserError.
     """
     path, flags = divide(args)
+    refuse(f"--{name} no longer exists; {RETIRED[name][1]}" for name in cli.flag_names(flags) if name in RETIRED)
     config = parse(kind, flags, description, kind(**vars(load_preset(path, flags))), "[config/NAME.toml]")
     if not config.run.name:
         config = replace(config, name=path.stem)
@@ -375,11 +384,13 @@ def read_toml(path: Path, asked: bool = False) -> dict[str, Any]:
 
 
 def update_record(values: dict[str, Any]) -> None:
-    """Leave out of a run's record what no longer exists. A run with fp8 is refused, because the key is unknown."""
-    for name in RETIRED:
+    """Adapt the settings that a run of an earlier version recorded, so that they give the same run."""
+    limit = values.pop("tasks_limit", 0)
+    if limit and values.get("tasks"):
+        values["tasks"] = ",".join(f"{task}:{limit}" for task in values["tasks"].split(","))
+    # What followed from the depth is recorded, too, and `load_state` takes the order. The others do not affect the bits.
+    for name in ("depth", "max_shard_bytes", "max_skipped_steps", "mixture_order", "prepare_command"):
         values.pop(name, None)
-    if values.get("fp8") is False:
-        del values["fp8"]
 
 
 def from_here(path: Path) -> str:
@@ -390,12 +401,22 @@ def from_here(path: Path) -> str:
 
 def from_record(values: dict[str, Any], where: str) -> Config:
     """Return a checked `Config` with these settings, keyed by flag name. Raises UserError, each line beginning with `where`."""
-    flags = flat_fields(Config)
+    values, flags = without_retired(values, where), flat_fields(Config)
     refuse(f"{where}: unknown key {name}{cli.suggestion(name, flags)}" for name in values if name not in flags)
     found, wrong = read_values(Config, values, strict=True)
     refuse(f"{where}: {name} {mistake}" for name, mistake in wrong.items())
     check(config := replace(Config(), **found))
     return config
+
+
+def without_retired(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return `values` without `RETIRED` settings. Raises UserError if one of them has a value that no longer works."""
+    refuse(
+        f"{where}: {name} = {json.dumps(values[name])} no longer works; {instead}"
+        for name, (last, instead) in RETIRED.items()
+        if values.get(name, last) != last
+    )
+    return {name: value for name, value in values.items() if name not in RETIRED}
 
 
 def check(config: Config) -> None:

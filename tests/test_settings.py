@@ -1,6 +1,7 @@
 """Presets and flags: one parser, flags win, bad input is refused with what would work."""
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -457,14 +458,17 @@ def test_a_record_with_an_unknown_setting_is_refused(tmp_path):
         settings.from_record({"strategyy": 1}, "here")
 
 
-def test_a_retired_setting_is_left_out_of_a_runs_record_and_unknown_elsewhere(tmp_path):
-    path, retired = tmp_path / "config.toml", "fp8 = false\n" + "".join(f"{name} = 3\n" for name in settings.RETIRED)
-    path.write_text(f"lr = 0.5\n{retired}[asked]\n")
-    assert settings.read_preset(path).optim.lr == 0.5
-    for other in (retired, "fp8 = true\n[asked]\n"):
-        path.write_text(other)
-        with pytest.raises(UserError, match="config.toml: unknown key fp8"):
-            settings.read_preset(path)
+def test_a_retired_setting_may_keep_its_last_default_in_a_file(tmp_path):
+    preset = tmp_path / "mine.toml"
+    for name, (last, instead) in settings.RETIRED.items():
+        preset.write_text(f"{name} = {json.dumps(last)}\n")
+        assert load(str(preset)) == load(str(preset), "--resume=auto")
+        preset.write_text(f"{name} = {json.dumps('other' if isinstance(last, str) else last + 1)}\n")
+        with pytest.raises(UserError) as refused:
+            load(str(preset))
+        assert str(refused.value).startswith(f"{preset}: {name} = ") and instead in str(refused.value)
+        with pytest.raises(UserError, match=f"--{name} no longer exists; "):
+            load(f"--{name}={last}")
 
 
 def test_exact_on_more_ranks_than_micro_batches_suggests_smaller_ones():

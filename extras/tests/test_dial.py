@@ -103,6 +103,10 @@ def test_a_run_keeps_what_an_earlier_version_s_depth_has_set(tokens, tmp_path):
     (line,) = execute(ladder_py).stdout.splitlines()
     words = shlex.split(line)
     assert words[:2] == ["python", "train.py"] and "--n_embd=64" in words and "--depth" not in line
+    assert (
+        "no longer exists; `python extras/ladder.py --depth=6"
+        in execute([sys.executable, ROOT / "train.py", "--depth=1"], status=2).stderr
+    )
     execute([sys.executable, ROOT / "train.py", *words[2:]])
     # As the earlier version left it: with the depth, and with the numbers of an earlier formula.
     path, state = tmp_path / "run/config.toml", tmp_path / "run/checkpoints/latest/trainer_state.json"

@@ -128,7 +128,11 @@ def load_state(directory: Path, dataset: Mixture | None = None) -> TrainState:
     if not state.mixture_order:  # version 0.1.0 knew only the shared one, and later ones had a setting
         state.mixture_order = "own" if state.settings.get("mixture_order") == "own" else "shared"
     for record in (state.settings, *(era["settings"] for era in state.history)):
-        settings.update_record(record)
+        if record:
+            settings.update_record(record)
+    state.settings = settings.without_retired(state.settings, str(path))
+    for era in state.history:
+        era["settings"] = settings.without_retired(era["settings"], str(path))
     settings.from_record(state.settings, str(path))
     if dataset:
         state.dataset = dataset.translate(state.dataset)
