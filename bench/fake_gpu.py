@@ -169,7 +169,7 @@ def updates(config, ranks: int):
             run.engine.model.logger = mock.Mock()
         for _ in range(2):
             watch.waits = []
-            train.update(run, SimpleNamespace(next=tokens))
+            train.update(run, SimpleNamespace(next=lambda: (0, *tokens())))
     return watch
 
 
