@@ -42,18 +42,21 @@ def test_the_table_of_strategies_has_a_row_for_each_and_is_not_written_over_the_
 
 @pytest.mark.slow
 def test_on_a_slow_link_buckets_leave_before_backward_ends():
-    """On tensors that sleep instead of computing, so the load of other programs hardly matters."""
+    """On tensors that sleep instead of computing. Another program may still take the core that sends, so three tries."""
     command = [sys.executable, "bench/grad_sync.py", "overlap", "--only=2gbit 2 sleep", "--rounds=2"]
-    printed = execute(command, fork=False).stdout
-    if printed.startswith("skipped"):
-        pytest.skip(printed)
-    rows = {(way, float(size)): cells for way, size, *cells in re.findall(ROW, printed)}
-    exposed = {key: float(cells[0]) for key, cells in rows.items()}
-    sends, ready = ({key: int(cells[column]) for key, cells in rows.items()} for column in (1, 2))
     one, every = ("one bucket", 25), ("all-reduce", 0)
-    assert max(exposed["overlap", 4], exposed["ddp", 4]) < 0.7 * exposed[one]
-    assert [sends[way] for way in (one, every, ("overlap", 4), ("ddp", 4))] == [1, 68, 6, 5]
-    assert ready["overlap", 4] < ready["ddp", 4] < ready[one] == ready[every] == 68
+    for _ in range(3):
+        printed = execute(command, fork=False).stdout
+        if printed.startswith("skipped"):
+            pytest.skip(printed)
+        rows = {(way, float(size)): cells for way, size, *cells in re.findall(ROW, printed)}
+        sends, ready = ({key: int(cells[column]) for key, cells in rows.items()} for column in (1, 2))
+        assert [sends[way] for way in (one, every, ("overlap", 4), ("ddp", 4))] == [1, 68, 6, 5]
+        assert ready["overlap", 4] < ready["ddp", 4] < ready[one] == ready[every] == 68
+        exposed = {key: float(cells[0]) for key, cells in rows.items()}
+        if max(exposed["overlap", 4], exposed["ddp", 4]) < 0.7 * exposed[one]:
+            return
+    pytest.fail(printed)
 
 
 @pytest.mark.slow
