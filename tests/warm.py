@@ -77,6 +77,7 @@ def launch(command, ranks, env, cwd, streams, memory):
     os.environ.update(env)
     for number in (signal.SIGINT, signal.SIGCHLD):  # the server has changed their handlers
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     if ranks > 1:
         os._exit(watch(forks.fork_ranks(ranks, lambda: run(command))))
     if memory:
