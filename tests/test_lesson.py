@@ -23,7 +23,7 @@ def lesson(*flags, launcher=(), status=0):
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_the_lesson_shows_every_step(ranks):
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     printed = lesson("-w", "2") if ranks == 2 else lesson(launcher=torchrun)
