@@ -237,7 +237,7 @@ class Prefetcher:
         self.wait_seconds = 0.0  # how long the consumer has waited in total
         self._batches = batches
         self._pool = ThreadPoolExecutor(1)
-        self._rest = ((place[1], self._pool.submit(self._build, *place)) for place in schedule)
+        self._rest = ((micro_batch, self._pool.submit(self._build, step, micro_batch)) for step, micro_batch in schedule)
         self._pending = deque(itertools.islice(self._rest, depth))
 
     def _build(self, step: int, micro_batch: int):
@@ -250,7 +250,10 @@ class Prefetcher:
         return tokens.pin_memory()
 
     def next(self) -> tuple:
-        """Return the number of the next micro-batch, its inputs and its targets, each int64 [micro_batch_size, seq_len]."""
+        """Return the next micro-batch: its number in the global batch, and its inputs and targets on the device.
+
+        Inputs and targets are int64 [micro_batch_size, seq_len].
+        """
         began = time.perf_counter()
         micro_batch, future = self._pending.popleft()
         batch = future.result()

@@ -260,14 +260,14 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
     for micro_step in range(micro_steps):
         # DDP reads this flag in the forward pass. Only the update's last backward averages gradients over the ranks.
         model.require_backward_grad_sync = micro_step == micro_steps - 1
-        micro_batch, inputs, targets = prefetcher.next()  # its number in the global batch; [micro_batch_size, seq_len] each
+        micro_batch, inputs, targets = prefetcher.next()  # a number in the global batch, [micro_batch_size, seq_len] twice
         if config.model.dropout:
             torch.manual_seed(data.dropout_seed(config.run.seed, state.step, micro_batch))
         with engine.autocast():
             loss = model(inputs, targets)
         # Backward adds gradients up, so we divide each loss to get their mean over this rank's micro-batches. The last backward
-        # then averages these means over the ranks; lockstep/parallel/from_scratch.py shows how. (`exact` divides by 1 here, and
-        # the sum at the end.)
+        # then averages these means over the ranks; lockstep/parallel/from_scratch.py shows how. Under `exact`, the number is 1:
+        # the sum over all ranks is divided once.
         engine.scaler.scale(loss / engine.accumulation_steps).backward()
         losses[micro_batch] = loss.detach()
     # Start copying the losses to the host now: `clip` waits for the GPU anyway, so `.tolist()` below won't wait again.

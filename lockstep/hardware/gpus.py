@@ -51,7 +51,7 @@ def speed(config: Config, world_size: int, gpu: GPU, mfu: float) -> tuple[float,
     """Return the seconds that an update spends computing, and waiting for other ranks."""
     flops = footprint.flops_per_token(config.model) * config.train.tokens_per_update
     again = 4 / 3 if config.train.activation_checkpointing else 1  # the forward runs twice; MFU counts it once
-    micro_steps = -(-config.micro_batches // world_size)
+    micro_steps = footprint.update_of(config, world_size, "cuda").micro_steps
     compute = flops * again * micro_steps / config.micro_batches / gpu.peak_flops / mfu
     waited = compute * LOST_BETWEEN_GPUS / (1 - LOST_BETWEEN_GPUS) if world_size > 1 else 0.0
     return compute, waited

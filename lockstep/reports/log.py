@@ -27,10 +27,8 @@ FINISH_SECONDS = (3600, 30)  # for trackers to send the rest: normally, and afte
 STATES = {0: "complete", 2: "refused", EX_TEMPFAIL: "stopped"}  # `state` in status.json by exit status; otherwise failed
 SPEED = ("tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb")  # one group in wandb and TensorBoard
 # The values that are read back from metrics.jsonl. Numbers may be NaN.
-LOSSES, FIGURES = (
-    ("loss", "mean_loss", "val_loss", "val_bpb"),
-    ("tokens", "lr", "grad_norm", "tokens_per_second", "mfu", "skipped"),
-)
+LOSSES = ("loss", "mean_loss", "val_loss", "val_bpb")
+FIGURES = ("tokens", "lr", "grad_norm", "tokens_per_second", "mfu", "skipped")
 Record = TypedDict(
     "Record", {"step": Required[Count]} | dict.fromkeys(LOSSES, float) | dict.fromkeys(FIGURES, float | None), total=False
 )
