@@ -59,6 +59,8 @@ def test_a_printed_command_means_the_same_files_to_a_shell(train, tmp_path):
         (tokens / f"{split}.bin").write_bytes(bytes(4000))
     (tokens / "meta.pkl").write_bytes(b"\x8c\nvocab_size\x94KA")
     said = train("characters", tokens=tokens, steps=1).stdout
+    line = next(line for line in said.splitlines() if "char_tokenizer.py" in line)
+    assert words(line.rpartition("these tokens: ")[2]) == ["extras/char_tokenizer.py", f"{tokens}/input.txt"]
     assert words(said.rpartition("next: ")[2]) == ["evaluate.py", f"{train.runs}/characters"]
 
 

@@ -165,7 +165,8 @@ def test_characters_train_as_they_are_and_are_sampled_later(characters, train, t
     for protocol in range(2, 6):
         assert characters_in(characters[0] / f"meta{protocol}.pkl") == len(stoi)
     told = train("chars", tokens=folder, steps=2).stdout
-    assert f"vocabulary {len(stoi)} (from meta.pkl), largest id seen {len(stoi) - 1}" in told
+    how = f"sample.py will need the tokenizer of these tokens: python extras/char_tokenizer.py {folder}/input.txt"
+    assert f"vocabulary {len(stoi)} (from meta.pkl), largest id seen {len(stoi) - 1}; {how}" in told
     assert "vocabulary 128," in told  # padded
     sample = [sys.executable, "sample.py", train.runs / "chars", "--max_new_tokens=20"]
     assert "pass the model's tokenizer with --tokenizer=FILE" in execute(sample, status=2).stderr

@@ -334,6 +334,10 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
         remark = f"warning: {remark}; if no token has a larger id, set --vocab_size={largest + 1}"
     if eot_token is not None:
         remark += f"; token {eot_token} separates documents (from {'its tokenizer' if ids else 'GPT-2'})"
+    if not tokenizer:
+        maker = shlex.join(["python", "extras/char_tokenizer.py", f"{directory}/input.txt"])
+        made = f": {maker}" if characters else ", such as --tokenizer=gpt2"
+        remark += f"; sample.py will need the tokenizer of these tokens{made}"
     paths = [path for found in names.values() for path in found]
     sizes = [(str(path.relative_to(directory)), path.stat().st_size) for path in paths]
     identity = digest([[*size, sample_sha256(path)] for size, path in zip(sizes, paths, strict=True)])
