@@ -6,9 +6,13 @@ import json
 import math
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
+from matplotlib import font_manager
 from matplotlib.collections import FillBetweenPolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
@@ -85,6 +89,37 @@ def test_names_are_drawn_as_they_are(tmp_path, figure_of):
     for suffix in ("png", "svg", "pdf"):
         curves.draw(compare.group([*runs, scored]), tmp_path / f"curves.{suffix}")
     assert "a$b$c, validation" in (tmp_path / "curves.svg").read_text()
+
+
+def test_a_character_is_taken_from_an_installed_font_or_escaped(tmp_path, figure_of):
+    run = write_run(tmp_path / "\U0010fffdé")  # a character that no font has
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # glyphs that are missing
+        curves.draw([curves.single(run)], tmp_path / "curves.png")
+    assert r"\U0010fffdé, validation 1.500" in words(figure_of(run))
+    square = TTGlyphPen(None)
+    for draw, *point in [("moveTo", (0, 0)), ("lineTo", (0, 500)), ("lineTo", (500, 0)), ("closePath",)]:
+        getattr(square, draw)(*point)
+    made = FontBuilder(1000)
+    made.setupGlyphOrder([".notdef", "square"])
+    made.setupCharacterMap({0x10FFFD: "square"})
+    made.setupGlyf({name: square.glyph() for name in (".notdef", "square")})
+    made.setupHorizontalMetrics({name: (500, 0) for name in (".notdef", "square")})
+    made.setupHorizontalHeader(ascent=800, descent=-200)
+    made.setupNameTable({"familyName": "Squares", "styleName": "Regular"})
+    made.setupOS2()
+    made.setupPost()
+    made.save(tmp_path / "squares.ttf")
+    font_manager.fontManager.addfont(tmp_path / "squares.ttf")
+    try:
+        (text,) = figure_of(run).legends[0].get_texts()
+        assert text.get_text() == "\U0010fffdé, validation 1.500" and "Squares" in text.get_fontfamily()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for suffix in ("png", "svg", "pdf"):
+                curves.draw([curves.single(run)], tmp_path / f"curves.{suffix}")
+    finally:
+        font_manager.fontManager.ttflist.pop()
 
 
 @pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nonsense"])

@@ -15,7 +15,7 @@ from typing import TypedDict
 import numpy as np
 
 from lockstep.common import files
-from lockstep.common.errors import UserError, one_line
+from lockstep.common.errors import UserError
 from lockstep.reports.log import Record, duration, read_records
 
 # The colors of Okabe and Ito, which color-blind people can tell apart. On black, yellow replaces dark blue.
@@ -243,8 +243,35 @@ def add_legend(owner, lines: list, labels: list[str], **style) -> None:
 
 
 def write(text, label: str) -> None:
-    """Make a matplotlib text show `label` as it is, without typesetting what is between two $."""
-    text.set(text=one_line(label), parse_math=False, usetex=False)
+    """Make a matplotlib text show `label` as it is, without typesetting what is between two $. Escape what no font has."""
+    families, missing = fonts_for(label)
+    label = "".join(ascii(c)[1:-1] if ord(c) in missing else c for c in label)
+    text.set(text=label, parse_math=False, usetex=False, fontfamily=families)
+
+
+def fonts_for(text: str) -> tuple[list[str], set[int]]:
+    """Return the default font families, with others for the characters that those lack, and the characters that no font has."""
+    from matplotlib import font_manager, rcParams
+
+    families, missing = list(rcParams["font.family"]), set(map(ord, text))
+    for family in families:
+        missing -= characters_in(font_manager.findfont(font_manager.FontProperties(family=[family])))
+    for font in font_manager.fontManager.ttflist:
+        if not missing:
+            break
+        if "Last" not in font.name and missing & (found := characters_in(font.fname)):  # the font of last resort draws boxes
+            families.append(font.name)
+            missing -= found
+    return families, missing
+
+
+def characters_in(font: str) -> set[int]:
+    """Return the characters in a font file; none if it cannot be read."""
+    from matplotlib import font_manager
+
+    with suppress(OSError, RuntimeError):
+        return set(font_manager.get_font(font).get_charmap())
+    return set()
 
 
 def draw_panel(axis, drawn: Drawn, key: str, x: str) -> None:
