@@ -41,4 +41,3 @@ class Trace:
             os.replace(path.with_name(f".{path.name}"), path)
             self.log.say(f"{path}: {plural(step + 1 - first, 'update')} in {duration(seconds)}; open it at ui.perfetto.dev")
         self.profiler, self.steps = None, range(0)
-
